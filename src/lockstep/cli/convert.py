@@ -64,8 +64,8 @@ def command(
     from lockstep.convert.converter import convert
 
     try:
-        if out is not None and not force and (out.exists() or out.is_symlink()):
-            raise FileExistsError(f"{out} exists: choose another --out, or overwrite it with --force")
+        if out is not None:
+            _check_place(out, force)
         converted = convert(source.value, given, ConversionFacts(rows, ranks))
         if out is not None:
             _write(out, converted.text, force)
@@ -81,6 +81,16 @@ def command(
     else:
         print_text("\n".join([f"{out}: recipe {converted.recipe}", *_report(converted)]))
     raise typer.Exit(0 if converted.complete else PARTIAL)
+
+
+def _check_place(out: Path, force: bool) -> None:
+    """Raises OSError if the file cannot be written there."""
+    if out.is_dir():
+        raise IsADirectoryError(f"--out {out} is a folder: name a file in it")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"--out {out}: there is no folder {out.parent}: create it first")
+    if not force and (out.exists() or out.is_symlink()):
+        raise FileExistsError(f"{out} exists: choose another --out, or overwrite it with --force")
 
 
 def _write(out: Path, text: str, force: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lockstep.base.secrets import HIDDEN, is_secret_name, redact_text, secret_kind
+from lockstep.base.secrets import HIDDEN, is_secret_name, redact, redact_text, secret_kind
 from lockstep.convert.option_mapping import MappedOption, mapping_table
 from lockstep.convert.source_command import FRAMEWORKS, SourceCommand, known_value
 from lockstep.doctor.configs.config_settings import ConfigSetting, ConfigSettings
@@ -79,12 +79,25 @@ class Conversion:
             name = self.newest(setting.name)
             if setting.removed:
                 continue
-            if name in _KEYS:  # what counts is that there is a key; the key itself is kept nowhere
+            if self._lacks_value(name, setting):
+                self._finish(name, setting, "unsupported", text="it has no value: write one after it")
+            elif name in _KEYS and setting.value not in (
+                None,
+                "",
+            ):  # what counts is that there is a key; the key itself is kept nowhere
                 self.given[name] = replace(setting, value=HIDDEN)
             elif known_value(setting):
                 self.given[name] = setting
             else:
                 self._finish(name, setting, "unsupported", text=_UNRESOLVED)
+        for name in [] if self.source.flags else [each for each in self.given if "${" in str(self.raw(each))]:
+            self._finish(name, self.given.pop(name), "unsupported", text=_UNRESOLVED)
+
+    def _lacks_value(self, name: str, setting: ConfigSetting) -> bool:
+        """Whether a flag that needs a value is the last word, or is followed by another flag."""
+        option = self.option(name)
+        takes = option is not None and option.type not in ("flag", "bool")
+        return self.source.flags and takes and (setting.value is True or setting.value == [])
 
     def newest(self, name: str) -> str:
         """The first name of the option's row in the table."""
@@ -152,7 +165,29 @@ class Conversion:
         if value is not None and abs(value) > _LARGEST:
             self.refuse(name, f"it is larger than {_LARGEST:,}")
             return None
-        return int(value) if value is not None and value == int(value) else None
+        if value is not None and value != int(value):
+            self.refuse(name, "it is not a whole number")
+            return None
+        return None if value is None else int(value)
+
+    def number_or(self, name: str, default: float) -> float:
+        """The value as a number, also 0; `default` if there is none."""
+        value = self.number(name)
+        return default if value is None else value
+
+    def positive(self, name: str, default: float) -> float:
+        """The value as a number above 0; `default` if there is none. Another one is refused."""
+        value = self.number_or(name, default)
+        if value <= 0:
+            self.refuse(name, f"it is not above 0: {default:g} takes its place")
+        return value if value > 0 else default
+
+    def count(self, name: str, default: int) -> int:
+        """The value as a whole number of at least 1; `default` if there is none. A smaller one is refused."""
+        value = self.integer(name)
+        if value is not None and value < 1:
+            self.refuse(name, f"it is less than 1: {default} takes its place")
+        return default if value is None or value < 1 else value
 
     def items(self, name: str) -> list[str]:
         """The value as a list of texts: a list, or a text with commas, maybe in brackets."""
@@ -195,6 +230,15 @@ class Conversion:
         if name in self.given:
             self._finish(name, self.given[name], "unsupported", text=remedy)
 
+    def passes_on(self, name: str) -> bool:
+        """Whether the value may be written for a function or an engine that gets it as it is. One that is a secret, by
+        its name or its form, is refused."""
+        leaf, value = name.rpartition(".")[2], self.raw(name)
+        if not is_secret_name(leaf) and redact(value, name=leaf) == value:
+            return True
+        self.refuse(name, "a secret is written into no config: read it from a variable of the environment")
+        return False
+
     def need(self, key: str, remedy: str) -> None:
         """Says that the source does not contain the value of a field."""
         self.missing.setdefault(key, remedy)
@@ -206,8 +250,10 @@ class Conversion:
 
     def shown(self, name: str) -> str:
         """An option as it is written: with dashes if it is a flag."""
-        written = self.given[name].name if name in self.given else self._default_name(name)
-        return f"--{written}" if self.source.flags else written
+        return self._written(self.given[name].name if name in self.given else self._default_name(name))
+
+    def _written(self, name: str) -> str:
+        return redact_text(f"--{name}" if self.source.flags else name)
 
     def _default_name(self, name: str) -> str:
         row = self.row(name)
@@ -223,8 +269,9 @@ class Conversion:
     def _finish(
         self, name: str, setting: ConfigSetting, kind: OutcomeKind, fields: tuple[str, ...] = (), text: str = ""
     ) -> None:
-        shown = f"--{setting.name}" if self.source.flags else setting.name
-        self.outcomes[name] = OptionOutcome(shown, kind, fields, text, setting.location.line)
+        self.outcomes[name] = OptionOutcome(
+            self._written(setting.name), kind, fields, redact_text(text), setting.location.line
+        )
 
     def apply_table(self) -> None:
         """Applies the table to all options of which no rule said what becomes, and to the defaults of copied ones."""
@@ -276,7 +323,8 @@ class Conversion:
         order = [self.newest(setting.name) for setting in self.source.settings]
         yield from (self.outcomes[name] for name in dict.fromkeys(order) if name in self.outcomes)
         for word in self.source.words:  # it may be a secret, unless it has the form of a name
-            shown = word.text if re.fullmatch(r"[A-Za-z_./=-]{1,40}", word.text) else "a word"
+            named = re.fullmatch(r"[A-Za-z_./=-]{1,40}", word.text) and secret_kind(word.text) is None
+            shown = word.text if named else "a word"
             yield OptionOutcome(shown, "unknown", (), "it is no option: is a backslash missing?", word.location.line)
 
 

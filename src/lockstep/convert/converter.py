@@ -147,7 +147,8 @@ def _leave_out(conv: Conversion, path: str, problem: ConfigProblem) -> None:
         conv.put(path, _PLACEHOLDERS[path], keep=True)
         conv.need(path, f"replace the placeholder: {problem.message}")
     elif entry.default or not entry.names:
-        conv.note(f"left out: {reason}")
+        value = redact_text(str(entry.value)[:80])
+        conv.need(path, f"{conv.framework}'s default {value} is refused here ({problem.message}): choose a value")
 
 
 def _equals_default(conv: Conversion, config: RunConfig, path: str) -> bool:
@@ -168,4 +169,4 @@ def _header(conv: Conversion, outcomes: Sequence[OptionOutcome]) -> list[str]:
     lines = [f"Converted from {conv.framework} ({program}) by `lockstep convert`."]
     open_ = [f"  {each.name}: {each.text}" for each in outcomes if each.kind in ("unsupported", "unknown")]
     open_ += [f"  {field}: {text}" for field, text in conv.missing.items()]
-    return [*lines, *(["Not converted:", *open_] if open_ else [])]
+    return [redact_text(each) for each in (*lines, *(["Not converted:", *open_] if open_ else []))]

@@ -67,10 +67,10 @@ def set_openrlhf_critic(conv: Conversion) -> None:
     for field in _OF_THE_POLICY:
         _share(conv, field)
     _share(conv, "schedule.warmup_steps")
-    nodes, per_node = (conv.integer(f"critic.num_{each}") for each in ("nodes", "gpus_per_node"))
-    conv.put("critic.trainer.ranks", (nodes or 1) * (per_node or 8), "critic.num_nodes", "critic.num_gpus_per_node")
-    conv.put("placement.critic.nodes", nodes or 1, "critic.num_nodes")
-    conv.put("placement.critic.gpus_per_node", per_node or 8, "critic.num_gpus_per_node")
+    nodes, per_node = conv.count("critic.num_nodes", 1), conv.count("critic.num_gpus_per_node", 8)
+    conv.put("critic.trainer.ranks", nodes * per_node, "critic.num_nodes", "critic.num_gpus_per_node")
+    conv.put("placement.critic.nodes", nodes, "critic.num_nodes")
+    conv.put("placement.critic.gpus_per_node", per_node, "critic.num_gpus_per_node")
     if bounds := conv.numbers("reward.clip_range"):
         conv.put("reward_clip", bounds, "reward.clip_range", keep=True)
     if target := conv.number("algo.kl.target"):
@@ -100,7 +100,7 @@ def set_verl_critic(conv: Conversion, ranks: int, updates: int) -> None:
     conv.put("critic.warmup_steps", max(0, conv.integer("trainer.critic_warmup") or 0), "trainer.critic_warmup")
     if conv.has("critic.model.path"):
         conv.put("critic.model.path", conv.text("critic.model.path"), "critic.model.path")
-    share = conv.number("critic.optim.lr_warmup_steps_ratio") or 0.0
+    share = conv.number_or("critic.optim.lr_warmup_steps_ratio", 0.0)
     conv.put("critic.trainer.schedule.warmup_steps", round(share * updates), "critic.optim.lr_warmup_steps_ratio")
     conv.put("reward_clip", None, default=True, keep=True)
     if "loss.kl.coefficient" not in conv.fields:

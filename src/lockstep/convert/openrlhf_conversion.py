@@ -56,7 +56,9 @@ def _set_data(conv: Conversion) -> None:
     if conv.on("data.apply_chat_template"):
         conv.put("data.chat", True, "data.apply_chat_template")
         conv.drop("data.input_template", "the chat template takes its place")
-    elif template := conv.text("data.input_template"):
+    elif (template := conv.text("data.input_template")) and "{}" not in template:
+        conv.refuse("data.input_template", "it has no {} for the prompt, so that all prompts would be the same")
+    elif template:
         plain = template.replace("{}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{prompt}")
         conv.put("data.template", plain, "data.input_template")
 
@@ -65,7 +67,7 @@ def _set_tracking(conv: Conversion) -> None:
     """Weights & Biases is on where a key is given; the key itself is written nowhere."""
     options = {"project": "logger.wandb.project", "entity": "logger.wandb.org", "group": "logger.wandb.group"}
     key = "logger.wandb.key"
-    if conv.has(key) or conv.source.settings.given.keys() & {"use_wandb", "logger.wandb.key"}:
+    if conv.has(key):
         tracker = {"kind": "wandb"} | {field: value for field, name in options.items() if (value := conv.text(name))}
         conv.put("tracking", [tracker], key, *options.values(), keep=True)
         conv.note("export WANDB_API_KEY, or use `wandb login`: a key is never written into a config")
@@ -78,15 +80,15 @@ def _set_tracking(conv: Conversion) -> None:
 
 def _set_batches(conv: Conversion) -> None:
     """Batches of SFT, pairs and reward models: samples or pairs per optimizer step."""
-    batch = conv.integer("train.batch_size") or 128
+    batch = conv.count("train.batch_size", 128)
     conv.put("batch_size", batch, "train.batch_size")
     longest = conv.integer("data.max_len")
     if longest is not None:
         conv.put("model.max_length", longest, "data.max_len")
         pairs = 1 if conv.source.program.endswith("train_sft") else 2
-        micro = (conv.integer("train.micro_batch_size") or 1) * longest * pairs
+        micro = conv.count("train.micro_batch_size", 1) * longest * pairs
         fields.set_rows(conv, micro, longest, "train.micro_batch_size", "data.max_len")
-    rows, epochs = known_rows(conv), conv.number("train.max_epochs") or 1
+    rows, epochs = known_rows(conv), conv.positive("train.max_epochs", 1)
     steps = None if rows is None else math.ceil(epochs * max(1, rows // batch))
     updates = fields.set_steps(conv, steps, "train.max_epochs", "train.batch_size")
     set_openrlhf_schedule(conv, updates)

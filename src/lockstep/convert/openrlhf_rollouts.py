@@ -65,7 +65,7 @@ def _set_advantage(conv: Conversion) -> str:
 
 def _set_lengths(conv: Conversion) -> None:
     """Older versions limit prompt and completion, newer ones their sum."""
-    new, total = conv.integer("rollout.max_new_tokens"), conv.integer("data.max_len") or 2048
+    new, total = conv.integer("rollout.max_new_tokens"), conv.count("data.max_len", 2048)
     prompt = conv.integer("prompt_max_len")
     if prompt is not None and not conv.has("data.max_len"):
         new = new or 1024
@@ -88,27 +88,27 @@ def _set_lengths(conv: Conversion) -> None:
         fields.set_rows(conv, budget, total, "train.max_tokens_per_gpu", "train.dynamic_batch_enable")
         conv.drop("train.micro_batch_size", "rows are filled with tokens")
     else:
-        micro = conv.integer("train.micro_batch_size") or 1
+        micro = conv.count("train.micro_batch_size", 1)
         fields.set_rows(conv, micro * total, total, "train.micro_batch_size", "data.max_len")
 
 
 def _set_batches(conv: Conversion) -> None:
-    prompts = conv.integer("rollout.batch_size") or 1024
-    group = conv.integer("rollout.n_samples_per_prompt") or 1
+    prompts = conv.count("rollout.batch_size", 1024)
+    group = conv.count("rollout.n_samples_per_prompt", 1)
     conv.put("prompts_per_step", prompts, "rollout.batch_size")
     conv.put("group_size", group, "rollout.n_samples_per_prompt")
-    passes = conv.integer("train.max_epochs") or 1
+    passes = conv.count("train.max_epochs", 1)
     conv.put("epochs", passes, "train.max_epochs")
-    size = conv.integer("train.batch_size") or 128
+    size = conv.count("train.batch_size", 128)
     updates = fields.divide_step(conv, prompts * group, group, size, "train.batch_size") * passes
     rows = known_rows(conv)
-    episodes = conv.integer("train.num_episodes") or 1
+    episodes = conv.count("train.num_episodes", 1)
     steps = None if rows is None else episodes * max(1, rows // prompts)
     set_openrlhf_schedule(conv, updates * fields.set_steps(conv, steps, "train.num_episodes", "rollout.batch_size"))
 
 
 def _set_kl(conv: Conversion) -> None:
-    coefficient = conv.number("algo.kl.init_coef") or 0.0
+    coefficient = conv.number_or("algo.kl.init_coef", 0.0)
     conv.put("loss.kl.coefficient", coefficient, "algo.kl.init_coef")
     if not coefficient:
         return
@@ -124,7 +124,7 @@ def _set_loss(conv: Conversion) -> None:
     conv.put("loss.kind", "gspo" if gspo else "ppo_clip", "actor.policy_loss_type", keep=True)
     both = conv.numbers("actor.eps_clip_low_high") if conv.has("actor.eps_clip_low_high") else []
     name = "actor.eps_clip_low_high" if len(both) == 2 else "actor.eps_clip"
-    clip = conv.number("actor.eps_clip") or 0.2
+    clip = conv.number_or("actor.eps_clip", 0.2)
     low, high = both if len(both) == 2 else (clip, clip)
     conv.put("loss.clip_low", low, name)
     conv.put("loss.clip_high", high, name)
@@ -136,7 +136,7 @@ def _set_loss(conv: Conversion) -> None:
     conv.put("loss.old_logprobs", "trainer", default=True, keep=True)
     _set_correction(conv)
     if conv.on("train.async_enable"):
-        queue = conv.integer("train.async_queue_size") or 1
+        queue = conv.count("train.async_queue_size", 1)
         conv.put("rollout.max_staleness", queue, "train.async_enable", "train.async_queue_size", keep=True)
         if "loss.importance.kind" not in conv.fields:
             conv.put("loss.old_logprobs", "engine", "train.async_enable", keep=True)
@@ -182,7 +182,7 @@ def _set_engines(conv: Conversion) -> None:
 
 
 def _set_placement(conv: Conversion) -> None:
-    nodes, per_node = conv.integer("actor.num_nodes") or 1, conv.integer("actor.num_gpus_per_node") or 8
+    nodes, per_node = conv.count("actor.num_nodes", 1), conv.count("actor.num_gpus_per_node", 8)
     fields.set_ranks(conv, nodes, per_node, "actor.num_nodes", "actor.num_gpus_per_node")
     fields.set_cluster_variables(conv)
     shared = conv.on("train.colocate_all") and not conv.on("train.async_enable")
@@ -201,7 +201,7 @@ def _set_placement(conv: Conversion) -> None:
     given = conv.has("ref.num_nodes") or conv.has("ref.num_gpus_per_node")
     if given and not together and conv.fields["loss.kl.coefficient"].value:
         names = ("ref.num_nodes", "ref.num_gpus_per_node")
-        nodes, per_node = conv.integer(names[0]) or 1, conv.integer(names[1]) or 8
+        nodes, per_node = conv.count(names[0], 1), conv.count(names[1], 8)
         conv.put("reference.ranks", nodes * per_node, *names)
         conv.put("placement.reference.nodes", nodes, names[0])
         conv.put("placement.reference.gpus_per_node", per_node, names[1])
@@ -210,12 +210,19 @@ def _set_placement(conv: Conversion) -> None:
 
 
 def _set_rewards(conv: Conversion) -> None:
-    for address in conv.items("reward.remote_url"):
+    addresses = conv.items("reward.remote_url")
+    for address in addresses[:1]:
         if address.endswith(".py"):
             add = {"kind": "function", "path": f"{address}:reward_func", "signature": "openrlhf"}
         else:
             add = {"kind": "http", "url": address, "signature": "openrlhf"}
         fields.add_term(conv, add, "reward.remote_url")
+    if len(addresses) > 1:
+        conv.refuse(
+            "reward.remote_url",
+            f"OpenRLHF divides completions between the {len(addresses)} addresses: a term has one, the first; put a "
+            "load balancer in front of the others",
+        )
     if conv.has("train.agent_func_path"):
         path = conv.text("train.agent_func_path")
         conv.put("rollout.environment.path", f"{path}:AgentInstance", "train.agent_func_path")
@@ -237,7 +244,7 @@ def _add_reward_models(conv: Conversion) -> None:
     paths = conv.items("reward.model_name_or_path")
     details: dict[str, Any] = {"normalize": True} if conv.on(normalised) else {}
     if any(conv.has(each) for each in sizes):
-        details = {"ranks": (conv.integer(sizes[0]) or 1) * (conv.integer(sizes[1]) or 8), **details}
+        details = {"ranks": conv.count(sizes[0], 1) * conv.count(sizes[1], 8), **details}
     for path in paths:
         fields.add_reward_model(conv, path, "reward.model_name_or_path", **details)
     if paths and fields.has_reward_models():
@@ -250,7 +257,7 @@ def _set_penalties(conv: Conversion) -> None:
     buffer = conv.integer("reward.overlong_buffer_len")
     longest = int(conv.fields["rollout.sampling.max_tokens"].value)
     if buffer and buffer < longest:
-        weight = conv.number("reward.overlong_penalty_factor") or 1.0
+        weight = conv.number_or("reward.overlong_penalty_factor", 1.0)
         term = {"kind": "length", "soft": longest - buffer, "hard": longest, "weight": weight}
         fields.add_term(conv, term, "reward.overlong_buffer_len", "reward.overlong_penalty_factor")
     if conv.text("algo.advantage.estimator") == "gae":

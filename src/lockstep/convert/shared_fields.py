@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from lockstep.base.secrets import is_secret_name, secret_kind
-from lockstep.config.cluster import RESERVED_VARIABLES, matching_reason
+from lockstep.base.secrets import is_secret_name, secret_kind, secret_values
+from lockstep.config.cluster import RESERVED_VARIABLES, RayClusterConfig, matching_reason
 from lockstep.config.loader import models_in, tag_of
 from lockstep.config.reward import RewardConfig
 from lockstep.convert.conversion import Conversion
@@ -83,7 +84,7 @@ def set_schedule(
     Args:
         kind: the option with the name of the schedule.
         updates: optimizer steps of the whole run.
-        warmup: options for the warm-up, the one that counts first: one above 1 counts steps, others are shares.
+        warmup: options for the warm-up, the one that counts first: shares if they are called ratios or are less than 1.
         minimum: the option with the lowest share of the learning rate.
         updates_per_count: optimizer steps per step that the source's schedule counts.
     """
@@ -102,10 +103,14 @@ def set_schedule(
         amount = conv.number(name)
         if amount is None or amount <= 0:
             continue
-        steps = round(amount) * updates_per_count if amount >= 1 else math.ceil(amount * updates)
+        share = "ratio" in name or amount < 1
+        if share and amount > 1:
+            conv.refuse(name, "a share of the steps is at most 1")
+            break
+        steps = math.ceil(amount * updates) if share else round(amount) * updates_per_count
         conv.put("trainer.schedule.warmup_steps", steps, name)
-        if amount < 1 and "steps" in conv.missing:
-            conv.refuse(name, f"a share of the {updates} optimizer steps as written: give --rows N")
+        if share and "steps" in conv.missing:
+            conv.refuse(name, f"a share of the {updates} optimizer steps as written: it changes with steps")
         break
     for name in warmup:
         conv.drop(name, "another option sets the warm-up, or there is none")
@@ -245,6 +250,11 @@ def add_reward_model(conv: Conversion, path: str, name: str, **details: Any) -> 
     conv.refuse(name, f"serve the model (openrlhf.cli.serve_rm answers at {url}), and write the server's address there")
 
 
+def is_secret_variable(name: str, value: str) -> bool:
+    """Whether a variable's value must not be written: by the variable's name, or by the value's form."""
+    return is_secret_name(name) or secret_kind(value) is not None or bool(secret_values({name: value}))
+
+
 def set_cluster_variables(conv: Conversion) -> None:
     """Sets `cluster.env` from Ray's runtime environment. Secrets are forwarded by name instead of being written."""
     plain: dict[str, str] = {}
@@ -252,14 +262,29 @@ def set_cluster_variables(conv: Conversion) -> None:
     for name, word in conv.source.variables.items():
         if matching_reason(name, RESERVED_VARIABLES) is not None:
             continue
-        if is_secret_name(name) or secret_kind(word.text) is not None or not word.known:
+        if not word.known or is_secret_variable(name, word.text):
             by_name.append(name)
         else:
             plain[name] = word.text
     if plain:
         conv.put("cluster.env", plain, keep=True)
-    if by_name:
-        conv.note(f"export {', '.join(sorted(by_name))} where the run is started, and name it in cluster.forward_env")
+    forward_variables(conv, by_name)
+
+
+def forward_variables(conv: Conversion, names: Sequence[str], *options: str) -> None:
+    """Adds variables whose values must not be written to `cluster.forward_env`."""
+    if not names:
+        return
+    entry, usual = conv.fields.get("cluster.forward_env"), RayClusterConfig.model_fields["forward_env"].default
+    patterns = list(entry.value if entry is not None else usual)
+    others = sorted(name for name in names if not any(fnmatchcase(name, each) for each in patterns))
+    if others:
+        conv.put("cluster.forward_env", [*patterns, *others], *options, keep=True)
+    for option in options:
+        conv.drop(option, "cluster.forward_env has the variable")
+    conv.note(
+        f"export {', '.join(sorted(names))} where the run is started: cluster.forward_env gives it to the workers"
+    )
 
 
 def set_ranks(conv: Conversion, nodes: int, per_node: int, *names: str) -> int:

@@ -4,8 +4,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from lockstep.base.secrets import redact_text
 from lockstep.convert.errors import NotConvertible
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
 from lockstep.doctor.configs.config_settings import (
@@ -32,7 +33,21 @@ FRAMEWORKS: Mapping[str, str] = {"openrlhf": "OpenRLHF", "verl": "verl", "trl": 
 COMMAND_LINE = "command line"
 MAX_COMMAND = 1 << 20
 """Characters of a command that is given as an argument."""
-_HYDRA_FLAGS = ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd")
+_HYDRA_FLAGS = {
+    "--config-name": "--config-name", "--config-path": "--config-path", "--config-dir": "--config-dir",
+    "-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir",
+}  # fmt: skip
+_OWN_CONFIGS = {
+    "--config-name": "/ppo_trainer",
+    "--config-path": "/verl/trainer/config",
+    "--config-dir": "/verl/trainer/config",
+}
+"""What Hydra's flags name where they name verl's own config, at the end of their values."""
+_OWN_DEFAULTS = (
+    "_self_", "ppo_trainer", "dp_actor", "dp_ref", "dp_critic", "dp_reward_model", "dp_reward_loop", "legacy_data",
+    "rollout", "hf_model", "rollout_correction", "reward", "reward_model", "dp", "fsdp", "None",
+)  # fmt: skip
+"""The parts of which verl's own config consists."""
 
 
 @dataclass(slots=True)
@@ -66,13 +81,15 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
         ConfigNotReadable: a file cannot be read or parsed.
         NotConvertible: it starts no training of the framework, or several.
     """
-    if len(given) == 1 and (Path(given[0]).is_file() or not any(each.isspace() for each in given[0])):
-        document, folder = read_config(Path(given[0])), Path(given[0]).parent
+    if not any(each.strip() for each in given):
+        raise NotConvertible("the argument is empty: name a script or a config file, or give a command")
+    if len(given) == 1 and _names_file(given[0]):
+        document, folder = read_config(Path(given[0]), certain=True), Path(given[0]).parent
     else:
         text = given[0] if len(given) == 1 else shlex.join(given)
         if len(text) > MAX_COMMAND:
             raise NotConvertible(f"the command is longer than {MAX_COMMAND:,} characters: put it into a file")
-        document, folder = parse_config(text, f"{COMMAND_LINE}.sh"), Path()
+        document, folder = parse_config(text, f"{COMMAND_LINE}.sh", certain=True), Path()
     if document.tree is not None:
         return _read_tree(framework, document)
     jobs = [job for job in find_training_commands(document.commands) if job.framework == framework]
@@ -85,9 +102,22 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
         )
     read = {"openrlhf": _read_openrlhf, "verl": _read_verl, "trl": _read_trl}[framework]
     source = read(jobs[0], folder)
-    source.ranks, source.through_ray = jobs[0].launcher.world_size, jobs[0].through_ray
+    source.ranks, source.through_ray = jobs[0].launcher.world_size or source.ranks, jobs[0].through_ray
     source.variables = jobs[0].workers
     return source
+
+
+def _names_file(text: str) -> bool:
+    """Whether an argument names a file: it has no white space, as a command has, or there is such a file."""
+    command = any(each.isspace() for each in text)
+    try:
+        return Path(text).is_file() or not command
+    except OSError as error:  # longer than the name of any file; it may contain a secret
+        if not command:
+            raise NotConvertible(
+                "the argument is too long for the name of a file, and a command has more than one word"
+            ) from error
+        return False
 
 
 def _shown(file: str) -> str:
@@ -113,14 +143,36 @@ def _verl_options(settings: ConfigSettings) -> dict[str, OptionSpec]:
 def _read_verl(job: TrainingCommand, folder: Path) -> SourceCommand:
     settings = ConfigSettings()
     rest = add_overrides(settings, job.words)
-    kept = [
-        word
-        for index, word in enumerate(rest)
-        if word.text.partition("=")[0] not in _HYDRA_FLAGS and not (index and rest[index - 1].text in _HYDRA_FLAGS)
-    ]
-    source = SourceCommand("verl", job.program, settings, _verl_options(settings), job.location, words=tuple(kept))
-    source.flags = False
-    return source
+    options = _verl_options(settings)
+    kept = _add_other_configs(settings, rest)
+    return SourceCommand("verl", job.program, settings, options, job.location, words=tuple(kept), flags=False)
+
+
+def _add_other_configs(settings: ConfigSettings, words: Sequence[ShellWord]) -> list[ShellWord]:
+    """Adds Hydra's flags that name another config than verl's own; returns the other words."""
+    kept, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, text = word.text.partition("=")
+        name = _HYDRA_FLAGS.get(flag)
+        if name is None:
+            kept.append(word)
+            continue
+        value = word if equals or not rest else rest.pop(0)
+        text = text if equals or value is word else value.text
+        plain = text.rstrip("/").removesuffix(".yaml")
+        relative = name == "--config-path" and plain.removeprefix("./") == "config"  # to verl's main_ppo
+        if not relative and not f"/{plain}".endswith(_OWN_CONFIGS[name]):
+            settings.add(ConfigSetting(name, text if value.known else UNKNOWN_VALUE, word.location))
+    return kept
+
+
+def _other_defaults(tree: Mapping[str, Any]) -> list[str]:
+    """The entries of Hydra's list of defaults that are not of verl's own config."""
+    given = tree.get("defaults")
+    entries = given if isinstance(given, list) else [] if given is None else [given]
+    names = [str(name) for each in entries for name in (each.values() if isinstance(each, dict) else [each])]
+    return [each for each in names if each.rpartition("/")[2].partition("@")[0] not in _OWN_DEFAULTS]
 
 
 def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
@@ -132,7 +184,7 @@ def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
     program = program or trl_program(job.program, arguments)
     settings, config = ConfigSettings(), arguments.given.pop("config", None)
     if config is not None and isinstance(config.value, str):
-        document = read_config(folder / config.value if not Path(config.value).is_absolute() else Path(config.value))
+        document = read_config(_named_config(config.value, folder))
         for setting in _tree_settings(document, deep=False):
             settings.add(setting)
         program = program or trl_program(Path(config.value).stem, settings)
@@ -140,10 +192,27 @@ def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
         raise NotConvertible(f"{config.location}: the file of --config is not known: write its name, not a variable")
     for setting in arguments:
         settings.add(_positive(setting, trl_options(program)))
+    for name in ("accelerate_config", "config_file"):
+        if name in job.launcher.options:
+            settings.add(job.launcher.options.given[name])
     program = _trl_program(program)
     source = SourceCommand("trl", program, settings, trl_options(program), job.location, words=tuple(rest))
-    source.own_script = own
+    source.own_script, source.ranks = own, _processes(settings)
     return source
+
+
+def _named_config(name: str, folder: Path) -> Path:
+    """The file of `--config`: relative to the working directory, as for TRL, or to the folder of the script."""
+    here, beside = Path(name), folder / name
+    try:
+        found = next((each for each in (here, beside) if each.is_file()), None)
+    except OSError:
+        found = here
+    if found is None and here != beside:
+        raise NotConvertible(
+            f"--config {redact_text(name)}: there is neither {here.absolute()} nor {beside.absolute()}"
+        )
+    return found or here
 
 
 def _positive(setting: ConfigSetting, options: Mapping[str, OptionSpec]) -> ConfigSetting:
@@ -167,12 +236,21 @@ def _tree_settings(document: ConfigDocument, deep: bool) -> list[ConfigSetting]:
     tree = document.tree or {}
     pairs = leaves(tree) if deep else iter(tree.items())
     nowhere = ConfigLocation(document.file, 0)
-    return [
-        ConfigSetting(name, value, document.locations.get(name, nowhere))
+    return [  # of the variables in `env` only the names: the values may be secrets
+        ConfigSetting(
+            name,
+            sorted(value) if not deep and name == "env" and isinstance(value, dict) else value,
+            document.locations.get(name, nowhere),
+        )
         for name, value in pairs
         if not (deep and (name.split(".")[0] in ("defaults", "hydra") or name.endswith("_target_")))
-        and not (not deep and name == "env")
     ]
+
+
+def _processes(settings: ConfigSettings) -> int | None:
+    """The number of processes that a YAML file of TRL passes to accelerate."""
+    processes = settings.integer("num_processes")
+    return processes if processes is not None and processes > 0 else None
 
 
 def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCommand:
@@ -184,9 +262,11 @@ def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCo
         raise NotConvertible(f"{document.file}: OpenRLHF has no config files, only command lines: give the script")
     if framework == "verl":
         source = SourceCommand("verl", VERL_PROGRAM, settings, _verl_options(settings), location)
+        if others := _other_defaults(document.tree or {}):
+            settings.add(ConfigSetting("defaults", others, document.locations.get("defaults", location)))
     else:
         program = _trl_program(trl_program(Path(document.file).stem, settings))
-        source = SourceCommand("trl", program, settings, trl_options(program), location)
+        source = SourceCommand("trl", program, settings, trl_options(program), location, ranks=_processes(settings))
     source.flags = False
     return source
 

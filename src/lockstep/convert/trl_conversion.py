@@ -116,7 +116,12 @@ def _set_ranks(conv: Conversion) -> int:
     ranks = conv.facts.ranks or conv.source.ranks
     if ranks is None:
         conv.need("trainer.ranks", "batch sizes are per process, and their number is not known: give --ranks N")
-    conv.put("trainer.ranks", ranks or 1, keep=True)
+    written = ["num_processes"] if conv.integer("num_processes") == ranks and "num_processes" in conv.given else []
+    conv.put("trainer.ranks", ranks or 1, *written, keep=True)
+    for name in ("accelerate_config", "config_file"):
+        if ranks is None:
+            conv.refuse(name, "it is not read: give the num_processes of its file with --ranks N")
+        conv.drop(name, "processes are known, and FSDP2 shards the model over them")
     return ranks or 1
 
 
@@ -125,10 +130,16 @@ def _set_batches(conv: Conversion, ranks: int) -> None:
     batch = optimizer_batch(conv, ranks)
     conv.put("batch_size", batch, *names, keep=True)
     longest = conv.integer("max_length")
+    if conv.source.program == "sft" and conv.on("packing"):
+        conv.need(
+            "batch_size",
+            f"with packing, TRL counts rows of max_length tokens, here {batch} of them per optimizer step: set it to "
+            f"{batch} x max_length divided by the mean number of tokens of a sample",
+        )
     pairs = 1 if conv.source.program in ("sft", "kto") else 2
     if longest is not None:
         conv.put("model.max_length", longest, "max_length")
-        micro = (conv.integer(names[0]) or 8) * longest * pairs
+        micro = conv.count(names[0], 8) * longest * pairs
         fields.set_rows(conv, micro, longest, names[0], "max_length")
         cuts = conv.source.program in ("dpo", "reward")
         conv.put("data.overlong", "truncate" if cuts else "drop", "max_length")
@@ -153,15 +164,21 @@ def _set_steps(conv: Conversion, ranks: int, updates: int) -> tuple[int, int | N
         conv.put("steps", steps, "max_steps", keep=True)
         conv.drop("num_train_epochs", "max_steps takes its place")
         return steps, per_epoch
-    epochs = conv.number("num_train_epochs") or 3.0
+    epochs = conv.positive("num_train_epochs", 3.0)
     steps_known = None if per_epoch is None else max(1, math.ceil(epochs * per_epoch / updates))
+    if conv.source.program == "sft" and conv.on("packing"):
+        conv.need(
+            "steps",
+            "with packing, TRL's epochs count rows of max_length tokens: give max_steps, or set it to epochs x samples "
+            "/ batch_size",
+        )
     steps = fields.set_steps(conv, steps_known, "num_train_epochs")
     conv.drop("max_steps", "num_train_epochs counts")
     return steps, per_epoch
 
 
 def _set_optimizer(conv: Conversion, updates: int) -> None:
-    betas = [conv.number("adam_beta1") or 0.9, conv.number("adam_beta2") or 0.999]
+    betas = [conv.number_or("adam_beta1", 0.9), conv.number_or("adam_beta2", 0.999)]
     names = [name for name in ("adam_beta1", "adam_beta2") if name in conv.given] or ["adam_beta1", "adam_beta2"]
     conv.put("trainer.optimizer.betas", betas, *names)
     fields.set_schedule(conv, "lr_scheduler_type", updates, ["warmup_steps", "warmup_ratio"], default="linear")
@@ -181,9 +198,20 @@ def _set_checkpoints(conv: Conversion, per_epoch: int | None, updates: int) -> N
 
 
 def _set_events(
-    conv: Conversion, key: str, strategy: str, every: str, per_epoch: int | None, updates: int, default: str
+    conv: Conversion,
+    key: str,
+    strategy: str,
+    every: str,
+    per_epoch: int | None,
+    updates: int,
+    default: str,
+    other: str = "",
 ) -> None:
-    """Sets the steps between checkpoints or evaluations, by epochs or by optimizer steps, or none."""
+    """Sets the steps between checkpoints or evaluations, by epochs or by optimizer steps, or none.
+
+    Args:
+        other: the option that counts where `every` is absent or 0.
+    """
     chosen = (conv.text(strategy) or default).lower()
     if chosen == "epoch":
         if per_epoch is None:
@@ -196,11 +224,13 @@ def _set_events(
         conv.put(key, 0, strategy, keep=True)
         conv.drop(every, f"{strategy} is {chosen}")
     else:
-        amount = conv.number(every) or 500
+        amount = conv.number_or(every, 0 if other else 500)
+        names = [name for name in (every, strategy) if name in conv.given] or [every]
+        if not amount and other:
+            amount, names = conv.number_or(other, 500), [*names, other]
         if 0 < amount < 1:
             amount = math.ceil(amount * int(conv.fields["steps"].value) * updates)
-        names = [name for name in (every, strategy) if name in conv.given] or [every]
-        conv.put(key, max(1, round(amount / updates)), *names, keep=True)
+        conv.put(key, max(1, round(amount / updates)) if amount > 0 else 0, *names, keep=True)
 
 
 def _set_tracking(conv: Conversion) -> None:
@@ -229,7 +259,7 @@ def _set_held_out(conv: Conversion, recipe: str, per_epoch: int | None, updates:
                 conv.refuse(name, "this recipe has no held-out data: compare models with `lockstep eval`")
             conv.drop(name, "there is no evaluation")
         return
-    _set_events(conv, f"{section}.every", "eval_strategy", "eval_steps", per_epoch, updates, "no")
+    _set_events(conv, f"{section}.every", "eval_strategy", "eval_steps", per_epoch, updates, "no", "logging_steps")
     if section == "validation" and conv.has("test_split_size"):
         conv.put("validation.fraction", conv.number("test_split_size"), "test_split_size")
         conv.drop("dataset_test_split", "test_split_size takes its place")

@@ -12,7 +12,7 @@ _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 
 def optimizer_batch(conv: Conversion, ranks: int) -> int:
     """Samples per optimizer step, over all processes."""
-    return (conv.integer(_BATCH[0]) or 8) * (conv.integer(_BATCH[1]) or 1) * ranks
+    return conv.count(_BATCH[0], 8) * conv.count(_BATCH[1], 1) * ranks
 
 
 def set_trl_rollouts(conv: Conversion, ranks: int) -> int:
@@ -27,13 +27,13 @@ def set_trl_rollouts(conv: Conversion, ranks: int) -> int:
 
 def _set_batches(conv: Conversion, ranks: int) -> int:
     """TRL generates `generation_batch_size` completions at once, and trains on them in optimizer steps."""
-    size, group = optimizer_batch(conv, ranks), conv.integer("num_generations") or 8
+    size, group = optimizer_batch(conv, ranks), conv.count("num_generations", 8)
     per_generation = conv.integer("steps_per_generation")
     total, names = size, list(_BATCH)
     if conv.has("generation_batch_size"):
         total, names = conv.integer("generation_batch_size") or size, ["generation_batch_size", *_BATCH]
     elif conv.has("steps_per_generation") and per_generation:
-        total = (conv.integer(_BATCH[0]) or 8) * ranks * per_generation
+        total = conv.count(_BATCH[0], 8) * ranks * per_generation
         names = [_BATCH[0], "steps_per_generation"]
     if total % group:
         known = conv.facts.ranks is not None or conv.source.ranks is not None
@@ -45,15 +45,15 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
         total = max(1, total // group) * group
     conv.put("prompts_per_step", total // group, *names, "num_generations", keep=True)
     conv.put("group_size", group, "num_generations", keep=True)
-    passes = conv.integer("num_iterations") or 1
+    passes = conv.count("num_iterations", 1)
     conv.put("epochs", passes, "num_iterations")
     conv.put("rollout.sampling.max_tokens", conv.integer("max_completion_length"), "max_completion_length", keep=True)
-    longest, prompt = conv.integer("max_completion_length") or 512, conv.integer("max_prompt_length")
+    longest, prompt = conv.count("max_completion_length", 512), conv.integer("max_prompt_length")
     if conv.has("max_prompt_length") and prompt:
         conv.put("model.max_length", longest + prompt, "max_prompt_length", "max_completion_length")
         conv.put("data.overlong", "drop", "max_prompt_length")
         conv.note("longer prompts are dropped here; TRL cuts them on the left")
-    micro = conv.integer(_BATCH[0]) or 8
+    micro = conv.count(_BATCH[0], 8)
     fields.set_rows(conv, micro * (longest + (prompt or 512)), longest + 1, _BATCH[0], "max_completion_length")
     return fields.divide_step(conv, total, group, size, *_BATCH) * passes
 
@@ -80,9 +80,9 @@ def _set_loss(conv: Conversion) -> None:
     conv.put("loss.aggregation", _AGGREGATIONS.get(kind, "token-mean"), "loss_type", keep=True)
     if conv.has("importance_sampling_level"):
         conv.put("loss.kind", chosen, "importance_sampling_level", keep=True)
-    low, high = conv.number("epsilon") or 0.2, conv.number("epsilon_high")
+    low, high = conv.number_or("epsilon", 0.2), conv.number("epsilon_high")
     if chosen == "cispo":
-        conv.put("loss.clip_high", (high or 5.0) - 1, "epsilon_high", keep=True)
+        conv.put("loss.clip_high", conv.number_or("epsilon_high", 5.0) - 1, "epsilon_high", keep=True)
         conv.drop("epsilon", "cispo has only an upper bound")
     else:
         conv.put("loss.clip_low", low, "epsilon", keep=chosen == "gspo")
@@ -95,7 +95,7 @@ def _set_loss(conv: Conversion) -> None:
 
 
 def _set_kl(conv: Conversion, grpo: bool) -> None:
-    coefficient = conv.number("beta") or 0.0
+    coefficient = conv.number_or("beta", 0.0)
     conv.put("loss.kl.coefficient", coefficient, "beta")
     if not coefficient:
         conv.drop("use_bias_correction_kl", "there is no KL penalty")
@@ -114,7 +114,7 @@ def _set_engine(conv: Conversion, ranks: int) -> None:
             conv.drop(name, "use_vllm is off: Lockstep's own engine generates")
         return
     conv.put("rollout.engine.kind", "vllm", "use_vllm", keep=True)
-    parallel = conv.integer("vllm_tensor_parallel_size") or 1
+    parallel = conv.count("vllm_tensor_parallel_size", 1)
     conv.put("rollout.engine.tensor_parallel_size", parallel, "vllm_tensor_parallel_size")
     share, mode = "vllm_gpu_memory_utilization", conv.text("vllm_mode") or "colocate"
     if mode == "colocate":
@@ -134,7 +134,7 @@ def _set_correction(conv: Conversion, names: list[str]) -> None:
     level, _, how = (conv.text(names[1]) or "token_truncate").rpartition("_")
     conv.put("loss.importance.kind", "mask" if how == "mask" else "truncate", names[0], names[1], keep=True)
     conv.put("loss.importance.level", "sequence" if level == "sequence" else "token", names[1], keep=True)
-    conv.put("loss.importance.cap", conv.number(names[2]) or 3.0, names[2], keep=True)
+    conv.put("loss.importance.cap", conv.number_or(names[2], 3.0), names[2], keep=True)
     if how == "mask" and conv.has(names[3]):
         conv.put("loss.importance.floor", conv.number(names[3]), names[3])
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from lockstep.base.secrets import is_secret_name
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion, typed_value
 from lockstep.convert.critic_fields import PPO, require_ppo, set_verl_critic
@@ -85,11 +84,11 @@ def _set_data(conv: Conversion) -> None:
 
 
 def _set_placement(conv: Conversion) -> int:
-    nodes, per_node = conv.integer("trainer.nnodes") or 1, conv.integer("trainer.n_gpus_per_node") or 8
+    nodes, per_node = conv.count("trainer.nnodes", 1), conv.count("trainer.n_gpus_per_node", 8)
     ranks = fields.set_ranks(conv, nodes, per_node, "trainer.nnodes", "trainer.n_gpus_per_node")
     own = conv.integer(f"{_ROLLOUT}.nnodes") or 0
     if own:
-        per = conv.integer(f"{_ROLLOUT}.n_gpus_per_node") or 8
+        per = conv.count(f"{_ROLLOUT}.n_gpus_per_node", 8)
         conv.put("placement.rollout.nodes", own, f"{_ROLLOUT}.nnodes")
         conv.put("placement.rollout.gpus_per_node", per, f"{_ROLLOUT}.n_gpus_per_node")
     else:
@@ -114,8 +113,8 @@ def _set_variables(conv: Conversion) -> None:
     plain: dict[str, str] = {}
     for name in [each for each in conv.given if marker in each]:
         variable = name.partition(marker)[2]
-        if is_secret_name(variable):
-            conv.refuse(name, f"export {variable} where the run is started, and name it in cluster.forward_env")
+        if fields.is_secret_variable(variable, conv.text(name) or ""):
+            fields.forward_variables(conv, [variable], name)
         else:
             plain[variable] = conv.text(name) or ""
             conv.put("cluster.env", dict(plain), name, keep=True)
@@ -123,12 +122,12 @@ def _set_variables(conv: Conversion) -> None:
 
 def _set_batches(conv: Conversion, ranks: int) -> int:
     """Sets batches, steps and the schedule; returns the optimizer steps of the run."""
-    prompts, group = conv.integer("data.train_batch_size") or 1024, conv.integer(f"{_ROLLOUT}.n") or 1
+    prompts, group = conv.count("data.train_batch_size", 1024), conv.count(f"{_ROLLOUT}.n", 1)
     conv.put("prompts_per_step", prompts, "data.train_batch_size")
     conv.put("group_size", group, f"{_ROLLOUT}.n")
     mini = f"{_ACTOR}.ppo_mini_batch_size"
-    updates = fields.divide_step(conv, prompts * group, group, (conv.integer(mini) or 256) * group, mini)
-    updates *= conv.integer(f"{_ACTOR}.ppo_epochs") or 1
+    updates = fields.divide_step(conv, prompts * group, group, conv.count(mini, 256) * group, mini)
+    updates *= conv.count(f"{_ACTOR}.ppo_epochs", 1)
     _set_lengths(conv, ranks)
     total, rows = conv.integer("trainer.total_training_steps"), conv.facts.rows
     limit = conv.integer("data.train_max_samples") or -1
@@ -138,11 +137,16 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
         steps = total
     else:
         rows = min(rows, limit) if rows is not None and limit > 0 else rows
-        epochs = conv.integer("trainer.total_epochs") or 1
+        epochs = conv.count("trainer.total_epochs", 1)
         per_epoch = None if rows is None else max(1, rows // prompts)
         steps = fields.set_steps(conv, None if per_epoch is None else per_epoch * epochs, "trainer.total_epochs")
     optim = f"{_ACTOR}.optim"
     warmup = [f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"]
+    if conv.number(warmup[0]) == 0:  # verl looks at the ratio only if it is negative
+        if conv.number_or(warmup[1], 0.0) > 0:
+            conv.note(f"there is no warm-up, as in verl: with {warmup[0]}=0 it ignores {warmup[1]}")
+        conv.drop(warmup[0], "there is no warm-up")
+        conv.drop(warmup.pop(), "lr_warmup_steps=0 switches the warm-up off")
     fields.set_schedule(
         conv, f"{optim}.lr_scheduler_type", steps * updates, warmup, f"{optim}.min_lr_ratio", "constant", updates
     )
@@ -150,7 +154,7 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
 
 
 def _set_lengths(conv: Conversion, ranks: int) -> None:
-    response, prompt = conv.integer("data.max_response_length") or 512, conv.integer("data.max_prompt_length") or 512
+    response, prompt = conv.count("data.max_response_length", 512), conv.count("data.max_prompt_length", 512)
     conv.put("rollout.sampling.max_tokens", response, "data.max_response_length", keep=True)
     conv.put("model.max_length", prompt + response, "data.max_prompt_length", "data.max_response_length")
     dynamic, micro = f"{_ACTOR}.use_dynamic_bsz", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -161,7 +165,7 @@ def _set_lengths(conv: Conversion, ranks: int) -> None:
     size = conv.integer(micro)
     if size is None and (over_all := conv.integer(f"{_ACTOR}.ppo_micro_batch_size")):
         micro, size = f"{_ACTOR}.ppo_micro_batch_size", max(1, over_all // ranks)
-    fields.set_rows(conv, (size or 1) * (prompt + response), prompt + response, micro)
+    fields.set_rows(conv, max(1, size or 1) * (prompt + response), prompt + response, micro)
 
 
 def _set_kl(conv: Conversion) -> None:
@@ -175,7 +179,7 @@ def _set_kl(conv: Conversion) -> None:
         conv.refuse(in_reward, "the KL is in the loss or in the reward, not in both: choose one")
     if not names[0]:
         return
-    conv.put("loss.kl.coefficient", conv.number(names[0]) or 0.001, names[0], in_loss)
+    conv.put("loss.kl.coefficient", conv.number_or(names[0], 0.001), names[0], in_loss)
     conv.put("loss.kl.where", "loss" if in_loss.endswith("use_kl_loss") else "reward", in_loss, keep=True)
     estimator = conv.text(names[1]) or "kl"
     if estimator in _KL:
@@ -190,7 +194,7 @@ def _set_loss(conv: Conversion) -> None:
     if kind is None:
         conv.refuse(f"{_ACTOR}.policy_loss.loss_mode", f"the loss {mode[:20]} is not here: vanilla, gspo or cispo")
     conv.put("loss.kind", kind or "ppo_clip", f"{_ACTOR}.policy_loss.loss_mode", keep=True)
-    both = conv.number(f"{_ACTOR}.clip_ratio") or 0.2
+    both = conv.number_or(f"{_ACTOR}.clip_ratio", 0.2)
     for side in ("low", "high"):
         value = conv.number(f"{_ACTOR}.clip_ratio_{side}")
         name = f"{_ACTOR}.clip_ratio" if value is None else f"{_ACTOR}.clip_ratio_{side}"
@@ -224,7 +228,7 @@ def _set_correction(conv: Conversion) -> None:
     conv.put("loss.importance.kind", "mask" if rejects else "truncate", f"{at}.{name}", keep=True)
     conv.put("loss.importance.level", chosen, f"{at}.{name}", keep=True)
     bound = f"{at}.{name}_threshold"
-    conv.put("loss.importance.cap", conv.number(bound) or conv.number(f"{at}.rollout_is_threshold") or 2.0, bound)
+    conv.put("loss.importance.cap", conv.number_or(bound, conv.number_or(f"{at}.rollout_is_threshold", 2.0)), bound)
 
 
 def _set_engine(conv: Conversion, ranks: int) -> None:
@@ -237,10 +241,10 @@ def _set_engine(conv: Conversion, ranks: int) -> None:
         conv.put("rollout.engine.kind", "builtin", f"{_ROLLOUT}.name", keep=True)
         return
     conv.put("rollout.engine.kind", "vllm", f"{_ROLLOUT}.name", keep=True)
-    parallel = conv.integer(f"{_ROLLOUT}.tensor_model_parallel_size") or 2
+    parallel = conv.count(f"{_ROLLOUT}.tensor_model_parallel_size", 2)
     conv.put("rollout.engine.tensor_parallel_size", parallel, f"{_ROLLOUT}.tensor_model_parallel_size")
     own = conv.integer(f"{_ROLLOUT}.nnodes") or 0
-    gpus = own * (conv.integer(f"{_ROLLOUT}.n_gpus_per_node") or 8) if own else ranks
+    gpus = own * conv.count(f"{_ROLLOUT}.n_gpus_per_node", 8) if own else ranks
     conv.put("rollout.engine.count", max(1, gpus // parallel), "trainer.n_gpus_per_node", keep=True)
     conv.drop(f"{_ROLLOUT}.data_parallel_size", "engines are counted: GPUs divided by tensor_parallel_size")
     conv.put(
@@ -266,7 +270,9 @@ def _set_engine_arguments(conv: Conversion) -> None:
     for name in conv.given:
         plain = name.removeprefix(prefix) if name.startswith(prefix) else name.removeprefix(f"{_ROLLOUT}.")
         passed = plain in ("max_num_batched_tokens", "enable_chunked_prefill", "quantization")
-        if (name.startswith(prefix) or (passed and name.startswith(_ROLLOUT))) and conv.raw(name) is not None:
+        if not name.startswith(prefix) and not (passed and name.startswith(_ROLLOUT)):
+            continue
+        if conv.raw(name) is not None and conv.passes_on(name):
             extra[plain], used = typed_value(conv.raw(name), None), [*used, name]
     if extra:
         conv.put("rollout.engine.extra", extra, *used, keep=True)
@@ -276,10 +282,7 @@ def _set_tracking(conv: Conversion) -> None:
     conv.put("name", _name(conv.text("trainer.experiment_name") or "verl"), "trainer.experiment_name", keep=True)
     if conv.has("trainer.default_local_dir"):
         path = (conv.text("trainer.default_local_dir") or "").rstrip("/")
-        if "${" in path:
-            conv.refuse("trainer.default_local_dir", "it contains an interpolation: set folder")
-        else:
-            conv.put("folder", path or "runs", "trainer.default_local_dir")
+        conv.put("folder", path or "runs", "trainer.default_local_dir")
     fields.set_every(conv, "checkpoint.every", "trainer.save_freq", keep=True)
     fields.set_kept(conv, "trainer.max_actor_ckpt_to_keep")
     loggers = conv.items("trainer.logger")
@@ -317,10 +320,10 @@ def _set_evaluation(conv: Conversion) -> None:
     if limit > 0:
         conv.put("evaluation.prompts", limit, "data.val_max_samples")
     samples = conv.on(f"{at}.do_sample")
-    temperature = conv.number(f"{at}.temperature") or 0.0
+    temperature = conv.number_or(f"{at}.temperature", 0.0)
     names = (f"{at}.temperature", f"{at}.do_sample")
     conv.put("evaluation.sampling.temperature", temperature if samples else 0.0, *names, keep=True)
-    conv.put("evaluation.sampling.top_p", conv.number(f"{at}.top_p") or 1.0, f"{at}.top_p")
+    conv.put("evaluation.sampling.top_p", conv.number_or(f"{at}.top_p", 1.0), f"{at}.top_p")
     conv.put("evaluation.sampling.top_k", max(0, conv.integer(f"{at}.top_k") or 0), f"{at}.top_k")
     tokens = conv.fields["rollout.sampling.max_tokens"].value
     conv.put("evaluation.sampling.max_tokens", tokens, "data.max_response_length", keep=True)

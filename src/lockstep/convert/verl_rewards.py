@@ -1,5 +1,6 @@
 """Rules of verl's rewards: a function, verl's own scores, a penalty on length, a reward model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.convert import shared_fields as fields
@@ -17,7 +18,7 @@ def set_verl_rewards(conv: Conversion) -> None:
     if conv.has(_PATH):
         _set_function(conv, manager)
     elif conv.on(_MODEL):
-        fields.add_reward_model(conv, conv.text(_MODEL_PATH) or "", _MODEL)
+        fields.add_reward_model(conv, conv.text(_MODEL_PATH) or "", _MODEL, end="template")
         if fields.has_reward_models():
             conv.put("reward.terms", conv.fields["reward.terms"].value, _MODEL, _MODEL_PATH, keep=True)
         conv.drop(_MODEL_PATH, "see the server of the reward model")
@@ -62,10 +63,24 @@ def _set_function(conv: Conversion, manager: str) -> None:
     name = conv.text(_NAME) or "compute_score"
     term: dict[str, Any] = {"kind": "function", "path": f"{conv.text(_PATH)}:{name}"}
     term["signature"] = "verl_batch" if manager == "batch" else "verl"
-    given = [each for each in conv.given if each.startswith(_ARGUMENTS)]
+    given = [each for each in conv.given if each.startswith(_ARGUMENTS) and conv.passes_on(each)]
     if given:
-        term["arguments"] = {each.rpartition(".")[2]: typed_value(conv.raw(each), None) for each in given}
+        term["arguments"] = _arguments(conv, given)
     fields.add_term(conv, term, _PATH, _NAME, *given)
+
+
+def _arguments(conv: Conversion, names: Sequence[str]) -> dict[str, Any]:
+    """The further arguments of a function, of which some are mappings."""
+    arguments: dict[str, Any] = {}
+    for name in names:
+        prefix = next(each for each in _ARGUMENTS if name.startswith(each))
+        *parents, last = name.removeprefix(prefix).split(".")
+        section = arguments
+        for part in parents:
+            inner = section.get(part)
+            section[part] = section = inner if isinstance(inner, dict) else {}
+        section[last] = typed_value(conv.raw(name), None)
+    return arguments
 
 
 def _set_buffer(conv: Conversion) -> None:
@@ -73,6 +88,6 @@ def _set_buffer(conv: Conversion) -> None:
     names = [f"{_BUFFER}.{each}" for each in ("enable", "len", "penalty_factor")]
     length, longest = conv.integer(names[1]), int(conv.fields["rollout.sampling.max_tokens"].value)
     if conv.on(names[0]) and length and 0 < length < longest:
-        factor = conv.number(names[2]) or 1.0
+        factor = conv.number_or(names[2], 1.0)
         term = {"kind": "length", "soft": longest - length, "hard": longest, "weight": factor}
         fields.add_term(conv, term, *names)

@@ -74,3 +74,13 @@ def test_no_secret_is_shown(secret: str) -> None:
 def test_control_characters_do_not_reach_the_terminal() -> None:
     code, text, notes = invoke("--from", "trl", f"{COMMAND} '--\x1b[31mx' 1 --run_name '\x1b[2J'", "--ranks", "1")
     assert code == 3 and "\x1b[2J" not in text + notes
+
+
+def test_a_place_where_no_file_can_be_is_named(tmp_path: Path) -> None:
+    for out, problem in ((tmp_path / "none" / "x.yaml", "create it first"), (tmp_path, "is a folder")):
+        for force in ([], ["--force"]):
+            code, _, shown = invoke("--from", "trl", COMMAND, "--ranks", "1", "-o", str(out), *force)
+            assert code == 2 and problem in shown and "Errno" not in shown
+    assert list(tmp_path.iterdir()) == []
+    code, _, shown = invoke("--from", "trl", "")
+    assert code == 2 and "is empty" in shown

@@ -62,7 +62,7 @@ def test_every_conversion_loads_and_says_of_each_option_what_became_of_it(
     assert load_config(out).recipe == config.recipe
     given = list(read_source(framework_of(path), [str(path)]).settings)
     names = [each.name.removeprefix("--") for each in config.outcomes]
-    assert sorted(names) == sorted(each.name for each in given if not each.removed)
+    assert sorted(names) == sorted(each.name.removeprefix("--") for each in given if not each.removed)
     for each in config.outcomes:
         assert bool(each.fields) == (each.kind == "converted") and bool(each.text) != bool(each.fields), each
 
@@ -220,7 +220,7 @@ def test_verl_yaml_and_other_estimators() -> None:
     }
     assert values(config, *expected) == expected
     other = converted("verl_sglang.sh")
-    assert left(other) == {"actor_rollout_ref.rollout.name", "no_such.option"}
+    assert left(other) == {"--config-path", "actor_rollout_ref.rollout.name", "no_such.option"}
     importance = {"kind": "truncate", "level": "token", "cap": 3.0}
     expected = {"loss.kind": "gspo", "loss.importance": importance, "cluster.env": {"NCCL_DEBUG": "INFO"}}
     assert values(other, *expected) == expected
@@ -228,7 +228,8 @@ def test_verl_yaml_and_other_estimators() -> None:
 
 def test_trl_sft() -> None:
     config = converted("trl_sft.yaml", ConversionFacts(20_000, 8))
-    assert left(config) == {"push_to_hub", "hub_token"} and not config.missing
+    assert left(config) == {"push_to_hub", "hub_token", "warmup_ratio"}
+    assert set(config.missing) == {"batch_size", "steps"}  # it packs
     expected = {
         "name": "sft-lora",
         "folder": "runs/sft-lora",

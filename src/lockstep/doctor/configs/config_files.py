@@ -33,8 +33,8 @@ class ConfigDocument:
     """Duplicate keys, with the location of each repetition."""
 
 
-def read_config(path: Path) -> ConfigDocument:
-    """Reads and parses a file. Raises ConfigNotReadable with file and line."""
+def read_config(path: Path, certain: bool = False) -> ConfigDocument:
+    """Reads and parses a file. Raises ConfigNotReadable with file and line. See `ShellScript` for `certain`."""
     file = str(path)
     try:
         if not path.is_file():
@@ -54,10 +54,10 @@ def read_config(path: Path) -> ConfigDocument:
         raise ConfigNotReadable(file, text[: text.index("\0")].count("\n") + 1, "not text: it contains a NUL byte")
     if not text.strip():
         raise ConfigNotReadable(file, 0, "the file is empty")
-    return parse_config(text, file)
+    return parse_config(text, file, certain)
 
 
-def parse_config(text: str, file: str) -> ConfigDocument:
+def parse_config(text: str, file: str, certain: bool = False) -> ConfigDocument:
     """Parses text as the kind of file that its suffix or its content indicates."""
     suffix = Path(file).suffix.lower()
     if suffix == ".json" or (suffix not in (".sh", ".bash", ".yaml", ".yml") and text.lstrip()[:1] == "{"):
@@ -65,7 +65,7 @@ def parse_config(text: str, file: str) -> ConfigDocument:
     if suffix in (".yaml", ".yml"):
         return _parse_yaml(text, file)
     if suffix in (".sh", ".bash", ".sbatch", ".slurm") or _looks_like_a_script(text):
-        return ConfigDocument(file, text, commands=tuple(ShellScript(text, file).commands()))
+        return ConfigDocument(file, text, commands=tuple(ShellScript(text, file, certain).commands()))
     return _parse_yaml(text, file)
 
 

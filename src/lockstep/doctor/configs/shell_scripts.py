@@ -83,10 +83,15 @@ class PendingHeredoc:
 
 
 class ShellScript(WordReader):
-    """Parses a script; keeps the variables as they are at the current position."""
+    """Parses a script; keeps the variables as they are at the current position.
 
-    def __init__(self, text: str, file: str) -> None:
+    Args:
+        certain: whether a variable that a condition gives another value is unknown; otherwise it keeps the first value.
+    """
+
+    def __init__(self, text: str, file: str, certain: bool = False) -> None:
         super().__init__(text, file)
+        self.certain = certain
         self.exported: set[str] = set()
         self.heredocs: list[PendingHeredoc] = []
         self.bodies: list[list[WordPiece]] = []
@@ -180,12 +185,26 @@ class ShellScript(WordReader):
         """Sets a variable; an assignment that may not run does not override an earlier one."""
         if not (conditional or self.depth) or name not in self.variables:
             self.variables[name] = value
+        elif self.certain:
+            self.variables[name] = self._either(self.variables[name], value)
+
+    def _either(self, before: list[list[WordPiece]], value: list[list[WordPiece]]) -> list[list[WordPiece]]:
+        """The words of a variable that has one of two values: unknown where they differ, but for a common beginning."""
+        texts, others = ([word_text(each) for each in words] for words in (before, value))
+        unknown = WordPiece(UNSET, self.line)
+        if texts == others:
+            return before
+        if texts and texts == others[: len(texts)]:
+            return [*before, [unknown]]
+        if len(texts) == len(others) == 1 and others[0].startswith(f"{texts[0]} "):
+            return [[*before[0], WordPiece(" ", self.line), unknown]]
+        return [[unknown]]
 
     def _commands_of_script(self, pieces: list[WordPiece]) -> Iterator[ShellCommand]:
         """The commands of `bash -c '...'`."""
         if self.nested >= MAX_NESTED:
             raise self._fail("shells are nested too deeply")
-        inner = ShellScript(raw_word_text(pieces).replace(CONTINUED, "\\\n"), self.file)
+        inner = ShellScript(raw_word_text(pieces).replace(CONTINUED, "\\\n"), self.file, self.certain)
         inner.line, inner.nested = pieces[0].line if pieces else self.line, self.nested + 1
         inner.variables = {name: self.variables[name] for name in self.exported if name in self.variables}
         inner.exported = set(self.exported)

@@ -128,6 +128,8 @@ class LaunchCommand:
     nodes: int | None = None
     processes: int | None = None
     """Number of processes on all nodes together, if given."""
+    nodes_known: bool = True
+    """False if the number of nodes is given by something that only running the script reveals, or may change."""
     options: ConfigSettings = field(default_factory=ConfigSettings)
 
     @property
@@ -135,6 +137,8 @@ class LaunchCommand:
         """Number of processes that the launcher starts on all nodes; None if it is not given."""
         if self.processes is not None:
             return self.processes
+        if not self.nodes_known:
+            return None
         return self.processes_per_node * (self.nodes or 1) if self.processes_per_node is not None else None
 
 
@@ -226,21 +230,31 @@ def _read_runtime_environment(job: TrainingCommand, before: Sequence[ShellWord])
         if name != "--runtime-env-json":
             continue
         text = value if equals else before[index + 1].text if index + 1 < len(before) else ""
-        if not word.known or UNSET in text:
-            continue
         try:
             tree = parse_json(text, "--runtime-env-json", max_depth=MAX_YAML_DEPTH)
         except MalformedJson as error:
+            if UNSET in text:  # what is not known may be more than one value
+                continue
             raise ConfigNotReadable(
                 word.location.file, word.location.line, f"--runtime-env-json {error.problem}"
             ) from error
         variables = tree.get("env_vars") if isinstance(tree, dict) else None
         if isinstance(variables, dict):
-            job.workers |= {str(key): ShellWord(str(value), word.location) for key, value in variables.items()}
+            job.workers |= {
+                str(key): ShellWord(str(value), word.location)
+                for key, value in variables.items()
+                if UNSET not in str(key)
+            }
 
 
 def _to_int(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() and len(text) < 10 else None
+
+
+def _node_count(text: str | None) -> int | None:
+    """A number of nodes, also as torchrun's range `2:2`; None for one that may change (`2:4`)."""
+    fewest, _, most = (text or "").partition(":")
+    return _to_int(fewest) if most in ("", fewest) else None
 
 
 def _launch_command(before: Sequence[ShellWord]) -> LaunchCommand:
@@ -250,7 +264,10 @@ def _launch_command(before: Sequence[ShellWord]) -> LaunchCommand:
     launcher = LaunchCommand(name, options=options)
     if name in ("torchrun", "deepspeed"):
         launcher.processes_per_node = _to_int(options.text("nproc_per_node") or options.text("num_gpus"))
-        launcher.nodes = _to_int(options.text("nnodes") or options.text("num_nodes"))
+        launcher.nodes = _node_count(options.text("nnodes") or options.text("num_nodes"))
+        others = ("nnodes", "num_nodes", "hostfile")
+        listed = any(each in options for each in others) or any(word.text == "-H" for word in before)
+        launcher.nodes_known = launcher.nodes is not None or not listed
         include = options.text("include")
         if include and name == "deepspeed" and "@" not in include and include.count(":") == 1:
             launcher.processes_per_node = include.count(",") + 1
@@ -277,7 +294,11 @@ def _split_accelerate_options(job: TrainingCommand) -> None:
         word = rest.pop(0)
         name, equals, value = word.text.partition("=")
         if name in ("--num_processes", "--num_machines", "--accelerate_config", "--config_file", "--main_process_port"):
-            argument = value if equals else rest.pop(0).text if rest else ""
+            given = ShellWord(value, word.location) if equals else rest.pop(0) if rest else word
+            argument = given.text
+            if name in ("--accelerate_config", "--config_file"):
+                value_known = _argument_value(argument, given.known)
+                job.launcher.options.add(ConfigSetting(name[2:], value_known, word.location))
             if name == "--num_processes":
                 job.launcher.processes = _to_int(argument)
             elif name == "--num_machines":
