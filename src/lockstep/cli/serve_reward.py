@@ -56,11 +56,13 @@ def command(
     from lockstep.base.network import listen
     from lockstep.base.transport.run_token import reward_token_path
     from lockstep.config.model import ModelConfig
+    from lockstep.report.warning_handler import WarningHandler
     from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, run_server
     from lockstep.run.trained_models.score_batching import LocalRewardModel
     from lockstep.train.rank_service import choose_device
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger().addHandler(WarningHandler(show_progress, logging.INFO))
+    logging.getLogger().setLevel(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         given = os.environ.pop(TOKEN_VARIABLE, None)

@@ -1,4 +1,4 @@
-"""Shows warnings of the log to the user."""
+"""Shows what is logged, or its warnings, to the user."""
 
 import logging
 import os
@@ -12,10 +12,11 @@ class WarningHandler(logging.Handler):
 
     Args:
         show: prints a text on a `SafeConsole`.
+        level: the lowest level of messages that are passed on.
     """
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, show: Callable[[str], None], level: int = logging.WARNING) -> None:
+        super().__init__(level)
         self._show, self._known = show, secret_values(os.environ)
 
     def emit(self, record: logging.LogRecord) -> None:
