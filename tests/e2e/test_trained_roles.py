@@ -236,7 +236,8 @@ def test_both_roles_fall_back_if_one_part_is_damaged(pair: Pair, tmp_path: Path)
 def test_ranks_of_either_role_are_killed_at_random(pair: Pair, tmp_path: Path, stage: str) -> None:
     chance = seeded_random("roles", stage)
     hold = {"stage": stage, "seconds": 0.2, "at_end": chance.random() < 0.5}
-    launched = pair.start(tmp_path, hold, recovery={"memory_copy": chance.random() < 0.5})
+    copies = chance.random() < 0.5 or stage == "copy"
+    launched = pair.start(tmp_path, hold, recovery={"memory_copy": copies})
     first, second = sorted(chance.sample(range(STEPS), 2))
     launched.wait_for(stage, first)
     kill_worker(launched, chance.choice(WORKERS), seconds=chance.choice([0.0, 0.5]))
