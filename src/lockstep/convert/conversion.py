@@ -81,11 +81,8 @@ class Conversion:
                 continue
             if self._lacks_value(name, setting):
                 self._finish(name, setting, "unsupported", text="it has no value: write one after it")
-            elif name in _KEYS and setting.value not in (
-                None,
-                "",
-            ):  # what counts is that there is a key; the key itself is kept nowhere
-                self.given[name] = replace(setting, value=HIDDEN)
+            elif name in _KEYS and setting.value not in (None, ""):
+                self.given[name] = replace(setting, value=HIDDEN)  # that there is a key counts; it is kept nowhere
             elif known_value(setting):
                 self.given[name] = setting
             else:

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from lockstep.config.recipes import RECIPES
 from lockstep.convert.conversion import Conversion, FieldEntry, typed_value
-from lockstep.convert.errors import NotConvertible
 
 PPO = "ppo"
 _OPENRLHF = {
@@ -31,15 +29,6 @@ _VERL = {
 }
 _OF_THE_POLICY = ("activation_checkpointing", "reshard_after_forward", "schedule.kind", "schedule.final", "replicas")
 """Fields of the policy's trainer that OpenRLHF's critic shares."""
-
-
-def require_ppo(conv: Conversion, name: str) -> None:
-    """Raises NotConvertible if this version has no recipe with a critic."""
-    if PPO not in RECIPES:
-        raise NotConvertible(
-            f"{conv.shown(name)} gae, {conv.framework}'s default, trains a critic (PPO), and this version has no "
-            "`recipe: ppo` yet: choose an estimator without a critic, such as rloo or reinforce++"
-        )
 
 
 def _copy(conv: Conversion, pairs: dict[str, str]) -> None:

@@ -128,9 +128,7 @@ def _set_validation(conv: Conversion) -> None:
         conv.put("validation.data.path", conv.text("eval.dataset"), "eval.dataset")
         conv.put("validation.data.split", conv.text("eval.split"), "eval.split")
         fields.set_every(conv, "validation.every", "eval.steps")
-        for key in ("format", "prompt_column", "template", "chat", "overlong"):
-            if (entry := conv.fields.get(f"data.{key}")) is not None:
-                conv.put(f"validation.data.{key}", entry.value, default=entry.default, keep=entry.keep)
+        fields.repeat_data_fields(conv, "validation", "format", "prompt_column", "template", "chat", "overlong")
     for name in ("eval.split", "eval.steps"):
         conv.drop(name, "no data for evaluation is given")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
-from lockstep.convert.critic_fields import PPO, require_ppo, set_openrlhf_critic
+from lockstep.convert.critic_fields import PPO, set_openrlhf_critic
 from lockstep.convert.errors import NotConvertible
 
 _ESTIMATORS = {
@@ -50,7 +50,6 @@ def _set_advantage(conv: Conversion) -> str:
     name = "algo.advantage.estimator"
     chosen = conv.text(name) or "gae"
     if chosen == "gae":
-        require_ppo(conv, name)
         return PPO
     if chosen not in _ESTIMATORS:
         known = ", ".join(_ESTIMATORS)
@@ -246,8 +245,8 @@ def _add_reward_models(conv: Conversion) -> None:
     if any(conv.has(each) for each in sizes):
         details = {"ranks": conv.count(sizes[0], 1) * conv.count(sizes[1], 8), **details}
     for path in paths:
-        fields.add_reward_model(conv, path, "reward.model_name_or_path", **details)
-    if paths and fields.has_reward_models():
+        fields.add_term(conv, {"kind": "model", "path": path, **details}, "reward.model_name_or_path")
+    if paths:
         terms = conv.fields["reward.terms"].value
         used = [each for each in (*sizes, normalised) if conv.has(each)]
         conv.put("reward.terms", terms, "reward.model_name_or_path", *used, keep=True)
@@ -257,9 +256,7 @@ def _set_penalties(conv: Conversion) -> None:
     buffer = conv.integer("reward.overlong_buffer_len")
     longest = int(conv.fields["rollout.sampling.max_tokens"].value)
     if buffer and buffer < longest:
-        weight = conv.number_or("reward.overlong_penalty_factor", 1.0)
-        term = {"kind": "length", "soft": longest - buffer, "hard": longest, "weight": weight}
-        fields.add_term(conv, term, "reward.overlong_buffer_len", "reward.overlong_penalty_factor")
+        fields.add_length_penalty(conv, buffer, longest, "reward.overlong_penalty_factor", "reward.overlong_buffer_len")
     if conv.text("algo.advantage.estimator") == "gae":
         return  # the critic's rules set the limits of rewards
     bounds = conv.numbers("reward.clip_range") or [-10.0, 10.0]
@@ -280,9 +277,7 @@ def _set_evaluation(conv: Conversion) -> None:
     conv.put("evaluation.sampling.temperature", conv.number("eval.temperature"), "eval.temperature", keep=True)
     tokens = conv.fields["rollout.sampling.max_tokens"].value
     conv.put("evaluation.sampling.max_tokens", tokens, "rollout.max_new_tokens", keep=True)
-    for key in ("prompt_column", "answer_column", "template", "chat", "overlong"):
-        if (entry := conv.fields.get(f"data.{key}")) is not None:
-            conv.put(f"evaluation.data.{key}", entry.value, default=entry.default, keep=entry.keep)
+    fields.repeat_data_fields(conv, "evaluation", "prompt_column", "answer_column", "template", "chat", "overlong")
     for key, name in (("prompt_column", "data.input_key"), ("answer_column", "data.label_key")):
         if value := conv.text(name):
             conv.put(f"evaluation.data.{key}", value, name)

@@ -8,8 +8,6 @@ from typing import Any
 
 from lockstep.base.secrets import is_secret_name, secret_kind, secret_values
 from lockstep.config.cluster import RESERVED_VARIABLES, RayClusterConfig, matching_reason
-from lockstep.config.loader import models_in, tag_of
-from lockstep.config.reward import RewardConfig
 from lockstep.convert.conversion import Conversion
 
 PLACEHOLDER_STEPS = 1000
@@ -231,23 +229,23 @@ def add_term(conv: Conversion, term: dict[str, Any], *names: str) -> None:
     now.names, now.default = tuple(dict.fromkeys((*before, *now.names))), False
 
 
-def has_reward_models() -> bool:
-    """Whether a run serves reward models itself (`kind: model`)."""
-    return "model" in {tag_of(each) for each in models_in(RewardConfig.model_fields["terms"].annotation)}
-
-
-def add_reward_model(conv: Conversion, path: str, name: str, **details: Any) -> None:
-    """Adds a term for a reward model: in processes of the run, or behind a server where a run serves none.
+def add_length_penalty(conv: Conversion, buffer: int, longest: int, factor: str, *names: str) -> None:
+    """Adds DAPO's soft penalty on completions of which the last `buffer` tokens before the limit are used.
 
     Args:
-        details: further fields of the term `model`.
+        longest: the limit, in tokens.
+        factor: the option with the largest penalty, 1 in all frameworks.
+        names: further options that the term comes from.
     """
-    if has_reward_models():
-        add_term(conv, {"kind": "model", "path": path, **details}, name)
-        return
-    url = "http://127.0.0.1:5000/get_reward"
-    add_term(conv, {"kind": "http", "url": url, "signature": "openrlhf"}, name)
-    conv.refuse(name, f"serve the model (openrlhf.cli.serve_rm answers at {url}), and write the server's address there")
+    weight = conv.number_or(factor, 1.0)
+    add_term(conv, {"kind": "length", "soft": longest - buffer, "hard": longest, "weight": weight}, *names, factor)
+
+
+def repeat_data_fields(conv: Conversion, section: str, *keys: str) -> None:
+    """Reads held-out data (`section`, such as `evaluation`) as the training data is read."""
+    for key in keys:
+        if (entry := conv.fields.get(f"data.{key}")) is not None:
+            conv.put(f"{section}.data.{key}", entry.value, default=entry.default, keep=entry.keep)
 
 
 def is_secret_variable(name: str, value: str) -> bool:

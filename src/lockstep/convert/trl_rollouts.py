@@ -149,10 +149,8 @@ def _set_rewards(conv: Conversion) -> None:
         if weights:
             term["weight"] = weights[index]
         fields.add_term(conv, term, "reward_funcs", *(["reward_weights"] if weights else []))
-    if conv.has("reward_model_name_or_path"):
-        fields.add_reward_model(
-            conv, conv.text("reward_model_name_or_path") or "", "reward_model_name_or_path", end="template"
-        )
+    if conv.has(model := "reward_model_name_or_path"):
+        fields.add_term(conv, {"kind": "model", "path": conv.text(model), "end": "template"}, model)
     if "reward.terms" not in conv.fields:
         fields.add_term(conv, {"kind": "exact_match"})
         conv.need("reward.terms", "rewards are set in the script: name the functions in place of exact_match")

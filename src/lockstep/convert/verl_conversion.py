@@ -4,7 +4,7 @@ from typing import Any
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion, typed_value
-from lockstep.convert.critic_fields import PPO, require_ppo, set_verl_critic
+from lockstep.convert.critic_fields import PPO, set_verl_critic
 from lockstep.convert.errors import NotConvertible
 from lockstep.convert.verl_rewards import set_verl_rewards
 
@@ -38,7 +38,6 @@ def _set_advantage(conv: Conversion) -> str:
     name = "algorithm.adv_estimator"
     chosen = conv.text(name) or "gae"
     if chosen == "gae":
-        require_ppo(conv, name)
         return PPO
     if chosen not in _ESTIMATORS:
         raise NotConvertible(f"{name} {chosen[:40]} has no counterpart: use one of {', '.join(_ESTIMATORS)}")

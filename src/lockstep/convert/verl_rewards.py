@@ -18,10 +18,8 @@ def set_verl_rewards(conv: Conversion) -> None:
     if conv.has(_PATH):
         _set_function(conv, manager)
     elif conv.on(_MODEL):
-        fields.add_reward_model(conv, conv.text(_MODEL_PATH) or "", _MODEL, end="template")
-        if fields.has_reward_models():
-            conv.put("reward.terms", conv.fields["reward.terms"].value, _MODEL, _MODEL_PATH, keep=True)
-        conv.drop(_MODEL_PATH, "see the server of the reward model")
+        term = {"kind": "model", "path": conv.text(_MODEL_PATH) or "", "end": "template"}
+        fields.add_term(conv, term, _MODEL, _MODEL_PATH)
     else:
         fields.add_term(conv, {"kind": "math"})
         conv.need(
@@ -88,6 +86,4 @@ def _set_buffer(conv: Conversion) -> None:
     names = [f"{_BUFFER}.{each}" for each in ("enable", "len", "penalty_factor")]
     length, longest = conv.integer(names[1]), int(conv.fields["rollout.sampling.max_tokens"].value)
     if conv.on(names[0]) and length and 0 < length < longest:
-        factor = conv.number_or(names[2], 1.0)
-        term = {"kind": "length", "soft": longest - length, "hard": longest, "weight": factor}
-        fields.add_term(conv, term, *names)
+        fields.add_length_penalty(conv, length, longest, names[2], *names[:2])

@@ -8,11 +8,9 @@ import pytest
 import yaml
 
 from lockstep.config.loader import load_config
-from lockstep.config.recipes import RECIPES
 from lockstep.convert.conversion import ConversionFacts
 from lockstep.convert.converter import ConvertedConfig, convert
 from lockstep.convert.errors import NotConvertible
-from lockstep.convert.shared_fields import has_reward_models
 from lockstep.convert.source_command import SourceFramework, read_source
 from lockstep.doctor.configs.config_settings import ConfigNotReadable
 
@@ -45,10 +43,6 @@ def values(config: ConvertedConfig, *paths: str) -> dict[str, Any]:
 
 def left(config: ConvertedConfig) -> set[str]:
     return {each.name for each in config.of_kind("unsupported", "unknown")}
-
-
-without_critic = pytest.mark.skipif("ppo" in RECIPES, reason="there is a recipe with a critic")
-with_critic = pytest.mark.skipif("ppo" not in RECIPES, reason="there is no recipe with a critic")
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
@@ -329,7 +323,6 @@ def test_choices_of_openrlhf(options: str, path: str, value: Any) -> None:
     assert left(config) == set()
 
 
-@with_critic
 def test_ppo_of_openrlhf() -> None:
     options = "--n_samples_per_prompt 4 --critic_learning_rate 8e-6 --value_clip 0.2 --freezing_actor_steps 5"
     options += " --lambd 0.95 --critic_num_gpus_per_node 4 --reward_clip_range -5 5"
@@ -351,7 +344,6 @@ def test_ppo_of_openrlhf() -> None:
     assert values(config, *expected) == expected
 
 
-@with_critic
 def test_ppo_of_verl() -> None:
     command = (
         "python3 -m verl.trainer.main_ppo data.train_files=d custom_reward_function.path=r.py critic.optim.lr=2e-5"
@@ -374,11 +366,24 @@ def test_reward_models() -> None:
         "openrlhf", f"{command} --advantage_estimator rloo --n_samples_per_prompt 4 --normalize_reward"
     )
     (term,) = values(config, "reward.terms")["reward.terms"]
-    if has_reward_models():
-        assert term == {"kind": "model", "path": "org/rm", "ranks": 2, "normalize": True}
-        assert left(config) == {"--num_episodes"} & left(config)
-    else:
-        assert term["kind"] == "http" and left(config) == {"--reward_pretrain", "--normalize_reward"}
+    assert term == {"kind": "model", "path": "org/rm", "ranks": 2, "normalize": True}
+    assert left(config) == {"--num_episodes"} & left(config)
+
+
+@pytest.mark.parametrize(
+    ("framework", "command"),
+    [
+        ("trl", "trl grpo --model_name_or_path m --dataset_name d --reward_model_name_or_path org/rm"),
+        (
+            "verl",
+            "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=d "
+            "reward_model.enable=True reward_model.model.path=org/rm",
+        ),
+    ],
+)
+def test_reward_models_that_score_the_last_token_of_the_template(framework: SourceFramework, command: str) -> None:
+    config = from_command(framework, command, rows=100, ranks=1)
+    assert values(config, "reward.terms")["reward.terms"] == [{"kind": "model", "path": "org/rm", "end": "template"}]
 
 
 def test_a_share_of_steps_needs_the_number_of_rows() -> None:
@@ -391,10 +396,8 @@ def test_a_share_of_steps_needs_the_number_of_rows() -> None:
 @pytest.mark.parametrize(
     ("framework", "command", "named"),
     [
-        pytest.param("openrlhf", PPO, "gae", marks=without_critic),
         ("openrlhf", f"{PPO} --advantage_estimator flash_reinforce", "flash_reinforce"),
         ("openrlhf", "python -m openrlhf.cli.train_prm --pretrain m", "train_prm"),
-        pytest.param("verl", "python3 -m verl.trainer.main_ppo data.train_files=d", "gae", marks=without_critic),
         ("verl", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=remax", "remax"),
         ("trl", "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo", "no training of TRL"),
         ("trl", "trl sft --model_name_or_path a\ntrl dpo --model_name_or_path a", "2 trainings (lines 1, 2)"),
