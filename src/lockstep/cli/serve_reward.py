@@ -57,8 +57,8 @@ def command(
     from lockstep.base.transport.run_token import reward_token_path
     from lockstep.config.model import ModelConfig
     from lockstep.report.warning_handler import WarningHandler
+    from lockstep.run.trained_models.local_reward_model import LocalRewardModel
     from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, run_server
-    from lockstep.run.trained_models.score_batching import LocalRewardModel
     from lockstep.train.rank_service import choose_device
 
     logging.getLogger().addHandler(WarningHandler(show_progress, logging.INFO))

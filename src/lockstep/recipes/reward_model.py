@@ -6,7 +6,7 @@ from lockstep.config.recipes import RewardModelConfig
 from lockstep.data.forest_builder import forest_of_scored_pairs
 from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
-from lockstep.run.step_scores import check_scores, score_metrics, score_pairs, score_update
+from lockstep.run.step_scores import check_scores, score_metrics, score_sequences, score_update
 
 
 def reward_model(run: Run, cfg: RewardModelConfig) -> None:
@@ -22,7 +22,7 @@ def reward_model(run: Run, cfg: RewardModelConfig) -> None:
             update = None
             if not whole:  # the sides of a pair may be in different rows, so all scores are computed first
                 with run.stage("scores"):
-                    scores = score_pairs(run.policy, batch)
+                    scores = score_sequences(run.policy, batch)
                     check_scores(batch, scores, step)
                     update = score_update(scores, np.array([pair.margin for pair in pairs]), cfg.loss)
                 batch.set_per_target("coefficient", update.coefficients[batch.sequences])

@@ -172,7 +172,7 @@ class ServedModelTerm:
             size = whole[position].size
             problem = f"the text has {size} tokens for the reward model, and {longest} is the limit"
             raise BadReward(f"{problem}: set max_length, or overlong to truncate", position)
-        texts = [self._cut(tokens, longest) for tokens in whole]
+        texts = [cut_on_the_left(tokens, longest, self._tokenizer.bos_token_id) for tokens in whole]
         numbers = {id(prompt): number for number, (prompt, _) in enumerate(pairs)}
         groups = [numbers[id(prompt)] for prompt, _ in pairs]
         budget = max(self._token_budget, max(text.size for text in texts) + 1)
@@ -185,17 +185,16 @@ class ServedModelTerm:
             check_reward(score, position, "a score")
         scores = TermScores(raw.tolist(), {"truncated": pending.truncated.astype(float).tolist()})
         if self._normalization is not None:
-            scores.values = ((raw - self._normalization.mean) / self._normalization.std).tolist()
-            scores.extras["score"] = raw.tolist()
+            scores.normalize(self._normalization.mean, self._normalization.std)
         return scores
 
-    def _cut(self, tokens: np.ndarray, longest: int) -> np.ndarray:
-        """The last tokens of a text that is too long, after its beginning-of-sequence token."""
-        if tokens.size <= longest:
-            return tokens
-        if tokens[0] == self._tokenizer.bos_token_id:
-            return np.concatenate([tokens[:1], tokens[tokens.size - longest + 1 :]])
-        return tokens[tokens.size - longest :]
+
+def cut_on_the_left(tokens: np.ndarray, longest: int, bos: int | None) -> np.ndarray:
+    """Returns the text, or of one that is too long the last tokens, after its beginning-of-sequence token."""
+    if tokens.size <= longest:
+        return tokens
+    first = int(tokens[0] == bos)
+    return np.concatenate([tokens[:first], tokens[tokens.size - longest + first :]])
 
 
 def score_normalization(term: ModelReward, name: str) -> ScoreNormalization | None:

@@ -80,9 +80,7 @@ class ModelServerTerm(HttpTerm):
             }
             scores = TermScores(values, timing)
         if self._normalization is not None:
-            mean, std = self._normalization.mean, self._normalization.std
-            scores.extras["score"] = scores.values
-            scores.values = [None if value is None else (value - mean) / std for value in scores.values]
+            scores.normalize(self._normalization.mean, self._normalization.std)
         return scores
 
     def _vllm_scores(self, content: bytes) -> list[Any]:

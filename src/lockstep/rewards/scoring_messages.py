@@ -91,6 +91,12 @@ class TermScores:
     failure: TermFailure | None = None
     """Set instead of `values` if the term failed."""
 
+    def normalize(self, mean: float, std: float) -> None:
+        """Subtracts the mean from the values and divides them by the standard deviation; the values as they were become
+        the extra `score`."""
+        self.extras["score"] = self.values
+        self.values = [None if value is None else (value - mean) / std for value in self.values]
+
 
 @dataclass(slots=True)
 class TermInfo:

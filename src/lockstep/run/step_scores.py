@@ -32,9 +32,9 @@ class TargetEvaluator(Protocol):
         """Returns an output for all targets of a batch, float32 `[targets]`, in the batch's order."""
 
 
-def score_pairs(model: TargetEvaluator, batch: TrainingBatch) -> np.ndarray:
-    """Returns the scores of the completions of a batch of `forest_of_scored_pairs`, float64 `[completions]`: those of
-    pair i at 2i (the better one) and 2i + 1."""
+def score_sequences(model: TargetEvaluator, batch: TrainingBatch) -> np.ndarray:
+    """Returns the score of each sequence of a batch in which it has one target, float64 `[sequences]`: of
+    `forest_of_scored_pairs` those of pair i at 2i (the better completion) and 2i + 1."""
     scores = np.empty(batch.targets)
     scores[batch.sequences] = model.evaluate_targets(batch, "scores")
     return scores
@@ -44,7 +44,7 @@ def check_scores(batch: TrainingBatch, scores: np.ndarray, step: int) -> None:
     """Checks the scores from which a step's loss is computed, as the ranks check the loss that they compute themselves.
 
     Args:
-        scores: as `score_pairs` returns them.
+        scores: as `score_sequences` returns them.
         step: the step, from 0.
 
     Raises:
@@ -66,7 +66,7 @@ def score_update(scores: np.ndarray, margins: np.ndarray, config: BradleyTerry) 
     """Computes the loss of pairs from their scores.
 
     Args:
-        scores: as `score_pairs` returns them.
+        scores: as `score_sequences` returns them.
         margins: float `[pairs]`.
     """
     both = torch.from_numpy(scores).double().requires_grad_()

@@ -20,7 +20,7 @@ from lockstep.rewards.reward_metrics import breakdown_metrics, checked_exact_mat
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.run.run_reporter import RunReporter
-from lockstep.run.step_scores import TargetEvaluator, score_pairs, score_update
+from lockstep.run.step_scores import TargetEvaluator, score_sequences, score_update
 from lockstep.run.trainer_group import TrainerGroup
 
 EXACT_MATCH, REWARD_MEAN, LOSS = "eval/exact_match", "eval/reward_mean", "eval/loss"
@@ -107,11 +107,11 @@ class PairAccuracy:
 def score_all_pairs(
     model: TargetEvaluator, pairs: Sequence[Pair], ranks: int, token_budget: int, packing: PackingMode
 ) -> np.ndarray:
-    """Returns the scores of the completions of any number of pairs, as `score_pairs` does."""
+    """Returns the scores of the completions of any number of pairs, as `score_sequences` does."""
     parts = []
     for start in range(0, len(pairs), SAMPLES_AT_ONCE):
         forest = forest_of_scored_pairs(pairs[start : start + SAMPLES_AT_ONCE])
-        parts.append(score_pairs(model, pack(forest, ranks, token_budget, packing)))
+        parts.append(score_sequences(model, pack(forest, ranks, token_budget, packing)))
     return np.concatenate(parts)
 
 

@@ -1,18 +1,14 @@
 """Evaluates a reward model, of a run or any other, on held-out pairs: as the run's own evaluations do."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lockstep.base.folders import scratch_dir
-from lockstep.config.algorithm import BradleyTerry, TrainerOutput
+from lockstep.config.algorithm import BradleyTerry
 from lockstep.config.data import DatasetConfig
-from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig, ValidationConfig
-from lockstep.config.serve_role import ServeRole
-from lockstep.data.mini_batches import TrainingBatch
 from lockstep.data.samples import Pair
 from lockstep.models.model_facts import model_facts
 from lockstep.models.model_loader import load_tokenizer
@@ -21,6 +17,7 @@ from lockstep.run.evaluation.evaluator import score_all_pairs
 from lockstep.run.planning.run_data import open_validation
 from lockstep.run.step_scores import score_update
 from lockstep.run.trained_models.generation import SamplingChoice, ShowStatus
+from lockstep.run.trained_models.local_reward_model import LocalRewardModel
 from lockstep.run.trained_models.model_evaluation import (
     EvaluationRequest,
     ModelEvaluation,
@@ -35,9 +32,7 @@ from lockstep.run.trained_models.model_source import (
     model_label,
     target_config,
 )
-from lockstep.train.distributed import ParallelContext
-from lockstep.train.rank_service import choose_device, choose_packing
-from lockstep.train.trainer_kinds import SERVED_MODELS
+from lockstep.train.rank_service import choose_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +93,9 @@ def _evaluate_reward_model(
         model, steps = load_target(target, config, scratch)
         tokenizer = load_tokenizer(model)
         pairs = open_validation(config, {config.policy.name: model_facts(model, "cpu")}, tokenizer)
-        scorer = _LocalScorer(model)
+        scorer = LocalRewardModel(model, choose_device("auto", 0), config.token_budget, tokenizer=tokenizer)
         status(f"scoring {len(pairs)} pairs")
-        scores = score_all_pairs(scorer, pairs, scorer.ranks, config.token_budget, scorer.packing)
+        scores = score_all_pairs(scorer, pairs, scorer.ranks, scorer.token_budget, scorer.packing)
     update = score_update(scores, np.array([pair.margin for pair in pairs]), objective)
     label = model_label(target, steps)
     return RewardModelEvaluation(
@@ -120,23 +115,3 @@ def _with_validation(config: RunConfig, request: EvaluationRequest) -> RunConfig
     if request.limit is not None or dataset is not None:
         validation = validation.model_copy(update={"samples": request.limit})
     return config.model_copy(update={"validation": validation})
-
-
-class _LocalScorer:
-    """A reward model in this process, on a GPU if there is one."""
-
-    ranks = 1
-
-    def __init__(self, model: ModelConfig) -> None:
-        role = ServeRole(name="reward", model=model)
-        self._model = SERVED_MODELS.create(role, ParallelContext(device=choose_device("auto", 0)))
-        self.packing, _ = choose_packing(model, self._model.probe_packing)
-
-    def evaluate_targets(self, batch: TrainingBatch, output: TrainerOutput) -> np.ndarray:
-        """See `lockstep.run.trainer_group.TrainerGroup.evaluate_targets`."""
-        assert output == "scores"
-        everything = batch.everything()
-        (rows,) = everything.by_rank
-        values: Sequence[dict[str, np.ndarray]] = self._model.evaluate(rows, [output])
-        batch.set_field(output, everything, [[row[output] for row in values]])
-        return batch.fields.pop(output)

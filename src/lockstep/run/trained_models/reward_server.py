@@ -24,7 +24,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.text import count_noun
-from lockstep.run.trained_models.score_batching import LocalRewardModel, QueueFull, ScoreBatcher
+from lockstep.rewards.model_reward import cut_on_the_left
+from lockstep.run.trained_models.local_reward_model import LocalRewardModel
+from lockstep.run.trained_models.score_batching import QueueFull, ScoreBatcher
 
 log = logging.getLogger(__name__)
 
@@ -239,11 +241,8 @@ class RewardServer:
             )
             if not tokens.size:
                 raise _Refused(400, f"text {number} has no tokens")
-            if tokens.size > longest:
-                self._truncated += 1
-                first = int(tokens[0] == tokenizer.bos_token_id)
-                tokens = np.concatenate([tokens[:first], tokens[tokens.size - longest + first :]])
-            found.append(tokens)
+            self._truncated += tokens.size > longest
+            found.append(cut_on_the_left(tokens, longest, tokenizer.bos_token_id))
         return found
 
 

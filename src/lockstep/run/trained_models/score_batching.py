@@ -1,4 +1,4 @@
-"""Scores texts of many requests together with one reward model in this process.
+"""Scores texts of many requests together.
 
 While the model computes a batch, requests collect for the next one. The number of texts that wait is bounded.
 """
@@ -11,60 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from lockstep.base.text import count_noun
-from lockstep.config.model import ModelConfig
-from lockstep.config.serve_role import ServeRole
-from lockstep.data.forest_builder import forest_of_scored_texts
-from lockstep.data.micro_batch import decode_micro_batches
-from lockstep.data.mini_batches import pack
-from lockstep.models.model_loader import load_tokenizer
-from lockstep.train.distributed import ParallelContext
-from lockstep.train.rank_service import choose_packing
-from lockstep.train.trainer_kinds import SERVED_MODELS
 
 log = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60
-
-
-class LocalRewardModel:
-    """A reward model in this process.
-
-    Raises:
-        ModelError: the model cannot be used, or has no head for one score.
-    """
-
-    def __init__(self, model: ModelConfig, device: torch.device, token_budget: int, threads: int | None = None) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        model = model.model_copy(update={"head": "score"})
-        self.tokenizer = load_tokenizer(model)
-        self._model = SERVED_MODELS.create(ServeRole(name="reward_model", model=model), ParallelContext(device=device))
-        self._packing, reason = choose_packing(model, self._model.probe_packing)
-        self._token_budget = token_budget
-        possible = self._model.context_length - 1
-        self.longest = min(model.max_length or possible, possible)
-        """The longest text, in tokens: the target of a score has a place after the last one."""
-        log.info("%s on %s, packing %s: %s", model.path, device, self._packing, reason)
-
-    def score(self, texts: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the score of each text, float32 `[texts]`.
-
-        Args:
-            texts: int32 `[tokens]` each, with 1 to `longest` tokens.
-        """
-        forest = forest_of_scored_texts(texts, range(len(texts)), [str(number) for number in range(len(texts))])
-        budget = max(self._token_budget, max(text.size for text in texts) + 1)
-        batch = pack(forest, 1, budget, self._packing)
-        everything = batch.everything()
-        (encoded,) = everything.encode()
-        rows = self._model.evaluate(decode_micro_batches(encoded), ["scores"])
-        batch.set_field("score", everything, [[row["scores"] for row in rows]])
-        scores = np.empty(len(texts), np.float32)
-        scores[batch.sequences] = batch.fields["score"]
-        return scores
 
 
 class QueueFull(Exception):
@@ -116,7 +68,7 @@ class ScoreBatcher:
     """Computes batches until no request waits."""
 
     async def scores(self, texts: list[np.ndarray]) -> np.ndarray:
-        """Returns the scores of the texts, float32 `[texts]`, when a batch with them is computed. A request that is
+        """Returns the scores of the texts, float `[texts]`, when a batch with them is computed. A request that is
         cancelled leaves the queue.
 
         Raises:

@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.config.model import ModelConfig
 from lockstep.models.tiny_model import make_tiny
-from lockstep.run.trained_models.score_batching import LocalRewardModel, ScoreBatcher
+from lockstep.run.trained_models.local_reward_model import LocalRewardModel
+from lockstep.run.trained_models.score_batching import ScoreBatcher
 
 
 class Scorer:

@@ -17,8 +17,8 @@ from lockstep.base.network import listen
 from lockstep.config.model import ModelConfig
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.trained_models import reward_server
+from lockstep.run.trained_models.local_reward_model import LocalRewardModel
 from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, http_server
-from lockstep.run.trained_models.score_batching import LocalRewardModel
 
 HEADER_S = 0.7
 TOKEN = "3f9a0c51e7d28b64"
