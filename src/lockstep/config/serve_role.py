@@ -6,6 +6,7 @@ from pydantic import Field
 
 from lockstep.config.algorithm import ModelOutput
 from lockstep.config.model import ModelConfig
+from lockstep.config.roles import REWARD_MODEL
 from lockstep.config.section import Section
 from lockstep.config.trainer import CommunicationConfig
 
@@ -81,7 +82,7 @@ def reward_model_roles(config: "RunConfig") -> dict[int, ServeRole]:
     served = {} if config.reward is None else config.reward.served_models
     return {
         index: ServeRole(
-            name="reward_model" if number == 1 else f"reward_model_{number}",
+            name=REWARD_MODEL if number == 1 else f"{REWARD_MODEL}_{number}",
             section=f"reward.terms.{index}",
             model=term.model,
             ranks=term.ranks,

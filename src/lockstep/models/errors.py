@@ -1,8 +1,8 @@
 """Errors about models, tokenizers and checkpoints."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from lockstep.base.errors import PicklableError
 from lockstep.config.model import ModelConfig
@@ -33,17 +33,20 @@ class HubUnreachable(ModelError):
     """A hub model is not on this machine, and the hub cannot be reached; whether the model exists is unknown."""
 
 
-@contextmanager
-def naming_fields_in(section: str) -> Iterator[None]:
+def naming_fields_in(section: str) -> AbstractContextManager[None]:
     """Makes errors name the fields of the section that has a role's `model` and `trainer`, such as `critic.model.path`;
     unchanged if `section` is empty, as it is for the policy."""
+    return _renamed_fields(lambda text: _ROLE_FIELD.sub(rf"{section}.\g<0>", text) if section else text)
+
+
+def naming_fields_of(section: str) -> AbstractContextManager[None]:
+    """Makes errors name the fields of a section that has those of `model` itself, such as `reference.path`."""
+    return _renamed_fields(lambda text: re.sub(r"\bmodel\.(?=\w)", f"{section}.", text))
+
+
+@contextmanager
+def _renamed_fields(named: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        if not section:
-            raise
-
-        def named(text: str) -> str:
-            return _ROLE_FIELD.sub(rf"{section}.\g<0>", text)
-
         raise type(error)(named(error.field), error.value, named(error.problem), named(error.remedy)) from error

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.base.json_text import read_json
 from lockstep.base.text import count_noun
@@ -48,6 +48,9 @@ from lockstep.run.planning.served_models import differing_tokens, served_models
 from lockstep.run.planning.working_folder import START_EVENT
 from lockstep.run.run_id import release_shared_memory
 from lockstep.watch.agent.prepared_agent import PreparedAgent
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 @dataclass(slots=True)
@@ -145,7 +148,7 @@ def prepare_run(
 
         check_trackers(config.tracking)
     tokenizer = load_tokenizer(config.model)
-    _check_tokens_of_roles(config, len(tokenizer), others)
+    _check_tokens_of_roles(config, tokenizer, others)
     data = open_run_data(config, {config.policy.name: model, **others}, tokenizer)
     notes += _mixture_notes(config, data)
     prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
@@ -222,15 +225,16 @@ def _check_filter_metric(config: RunConfig) -> None:
         raise RunRefused(f"filter_groups.metric {metric!r} is not one of {', '.join(known)}")
 
 
-def _check_tokens_of_roles(config: RunConfig, tokens: int, others: Mapping[str, ModelFacts]) -> None:
-    """Raises ModelError if a trained model has no embedding for some of the policy's `tokens`, on which all are
-    trained, or is from a folder in which they have other ids."""
+def _check_tokens_of_roles(config: RunConfig, tokenizer: "Tokenizer", others: Mapping[str, ModelFacts]) -> None:
+    """Raises ModelError if a trained model has no embedding for some of the tokens of the policy's tokenizer, on which
+    all are trained, or is from a folder in which they have other ids."""
+    tokens = len(tokenizer)
     for role in config.train_roles[1:]:
         known = others[role.name].vocabulary
         if known < tokens:
             problem = f"it has embeddings for {known} tokens, and the tokenizer of {config.model.path} has {tokens}"
             raise ModelError(role.field("model.path"), role.model.path, problem, "take a model with this tokenizer")
-        if role.model.path != config.model.path and (differing := _tokens_of_other_model(config, role)):
+        if role.model.path != config.model.path and (differing := _differing_tokens_in_folder(role, tokenizer)):
             problem = (
                 f"its tokenizer differs from the policy's, on whose tokens it is trained, in {len(differing)} tokens, "
                 f"such as {differing[0]!r}"
@@ -238,12 +242,13 @@ def _check_tokens_of_roles(config: RunConfig, tokens: int, others: Mapping[str, 
             raise ModelError(role.field("model.path"), role.model.path, problem, "take a model with this tokenizer")
 
 
-def _tokens_of_other_model(config: RunConfig, role: TrainRole) -> list[str]:
+def _differing_tokens_in_folder(role: TrainRole, tokenizer: "Tokenizer") -> list[str]:
     """The tokens that have another id in the tokenizer in the role's folder; none if there is no tokenizer."""
     try:
-        return differing_tokens(config.model, role.model.model_copy(update={"tokenizer": None}))
+        own = load_tokenizer(role.model.model_copy(update={"tokenizer": None}))
     except ModelError:
         return []
+    return differing_tokens(tokenizer, own)
 
 
 def _resumed_config(config: RunConfig | None, folder: Path, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:

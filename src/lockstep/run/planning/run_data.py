@@ -13,13 +13,13 @@ from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Prompt
 from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.data.turn_tokenizer import TurnTokenizer
+from lockstep.models.errors import naming_fields_of
 from lockstep.models.model_facts import ModelFacts
 from lockstep.rewards.model_reward import check_model_term
 from lockstep.rewards.reward_terms import check_term_columns, data_columns, needs_answers, term_names
 from lockstep.rewards.scoring_messages import DataColumns
 from lockstep.rollout.environments.tools import chat_template_tools
 from lockstep.run.errors import RunRefused
-from lockstep.run.planning.served_models import naming_fields_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -1,15 +1,15 @@
 """Checks the models of served roles before any process starts."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.config.serve_role import ServeRole
-from lockstep.models.errors import ModelError
+from lockstep.models.errors import ModelError, naming_fields_of
 from lockstep.models.model_facts import ModelFacts, model_facts
 from lockstep.models.model_loader import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 def served_models(config: RunConfig, policy: ModelFacts, device: str) -> dict[str, ModelFacts]:
@@ -27,30 +27,16 @@ def served_models(config: RunConfig, policy: ModelFacts, device: str) -> dict[st
     return found
 
 
-@contextmanager
-def naming_fields_of(section: str) -> Iterator[None]:
-    """Makes errors of loaders, which name the policy's fields (`model.path`), name those of another section."""
-    try:
-        yield
-    except ModelError as error:
-
-        def named(text: str) -> str:
-            return re.sub(r"\bmodel\.(?=\w)", f"{section}.", text)
-
-        raise type(error)(named(error.field), error.value, named(error.problem), named(error.remedy)) from error
-
-
-def differing_tokens(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """The tokens that do not have the same id in the tokenizers of two models, sorted. Raises ModelError if there is no
-    tokenizer."""
-    ids, others = load_tokenizer(one).get_vocab(), load_tokenizer(other).get_vocab()
+def differing_tokens(one: "Tokenizer", other: "Tokenizer") -> list[str]:
+    """The tokens that do not have the same id in both, sorted."""
+    ids, others = one.get_vocab(), other.get_vocab()
     return sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
 
 
 def _check_tokens(config: RunConfig, role: ServeRole, policy: ModelFacts, facts: ModelFacts) -> None:
     """Raises ModelError unless the served model has the policy's tokens, with the same ids."""
     field, path = "model.path", role.model.path
-    if differing := differing_tokens(config.model, role.model):
+    if differing := differing_tokens(load_tokenizer(config.model), load_tokenizer(role.model)):
         problem = (
             f"its tokenizer differs from the policy's in {len(differing)} tokens, such as {differing[0]!r}, so that "
             "its log-probabilities would be those of other tokens"
