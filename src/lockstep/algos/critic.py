@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lockstep.algos.losses import places_in_sequences
+
 
 def gae(
     rewards: Tensor,
@@ -73,7 +75,7 @@ def gae_of_targets(
     """
     if not sequences.numel():
         return torch.zeros_like(rewards), torch.zeros_like(rewards)
-    place = _places(sequences)
+    place = places_in_sequences(sequences)
     shape = int(sequences.max()) + 1, int(place.max()) + 1
     padded, mask = rewards.new_zeros(2, *shape), torch.zeros(shape, dtype=torch.bool)
     padded[0, sequences, place], padded[1, sequences, place], mask[sequences, place] = rewards, values, True
@@ -129,16 +131,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float | None:
     wide = returns.double()
     spread = wide.var(correction=0)
     return None if spread == 0 else float(1 - (wide - values.double()).var(correction=0) / spread)
-
-
-def _places(sequences: Tensor) -> Tensor:
-    """The place of each target among those of its sequence, int64 `[targets]`."""
-    order = torch.argsort(sequences, stable=True)
-    lengths = torch.bincount(sequences)
-    starts = lengths.cumsum(0) - lengths
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel()) - starts[sequences[order]]
-    return place
 
 
 def value_loss(

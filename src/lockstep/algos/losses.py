@@ -273,6 +273,16 @@ def target_weights(lengths: Tensor, aggregation: str, norm_length: int | None = 
     return sequence_weights(lengths, aggregation, norm_length).repeat_interleave(lengths).float()
 
 
+def places_in_sequences(sequences: Tensor) -> Tensor:
+    """The place of each target among those of its sequence, int64 `[targets]`."""
+    order = torch.argsort(sequences, stable=True)
+    lengths = torch.bincount(sequences)
+    starts = lengths.cumsum(0) - lengths
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel()) - starts[sequences[order]]
+    return place
+
+
 def sum_weighted_losses(values: Tensor, weights: Tensor) -> Tensor:
     """Returns the sum of weight times value. A target of weight zero adds nothing, even if its value is NaN, and has no
     gradient."""

@@ -121,8 +121,9 @@ def pair_logprobs(logprobs: Tensor, sequences: Tensor, fields: Mapping[str, Tens
 
 def preference_loss(
     pairs: PairLogprobs, losses: Mapping[str, float], settings: PreferenceSettings, weights: Tensor | None = None
-) -> Tensor:
-    """The weighted sum of several losses, each summed over the pairs; a scalar with gradient.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the weighted sum of several losses, each summed over the pairs, and each of them without its weight:
+    scalars with gradient.
 
     Args:
         losses: the weight of each loss of `PAIR_LOSSES`, by name.
@@ -132,15 +133,16 @@ def preference_loss(
     Raises:
         ValueError: there is no loss of this name, or it needs what the pairs lack, or it sorts and has no weights.
     """
-    total = pairs.chosen.new_zeros(())
+    total, each = pairs.chosen.new_zeros(()), {}
     for name, factor in losses.items():
         if name not in PAIR_LOSSES:
             raise ValueError(f"there is no preference loss {name!r}; known are {', '.join(PAIR_LOSSES)}")
         if weights is not None and name in SORTED:
             raise ValueError(f"{name} sorts the pairs, so that a weight would belong to none of them")
         per_pair = PAIR_LOSSES[name](pairs, settings)
-        total = total + factor * (per_pair.mean() if weights is None else (per_pair * weights.detach()).sum())
-    return total
+        each[name] = per_pair.mean() if weights is None else (per_pair * weights.detach()).sum()
+        total = total + factor * each[name]
+    return total, each
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lockstep.algos.losses import places_in_sequences
 from lockstep.algos.preference_losses import (
     MEANS_OVER_TOKENS,
     apo_zero_unpaired,
@@ -64,13 +65,11 @@ def preference_update(batch: TrainingBatch, config: PreferenceLoss) -> Preferenc
         weights = _pair_weights(batch)
         metrics["pair_weight"] = weights.mean().item()
         weights = weights / len(weights)
-    loss = preference_loss(pairs, config.terms, settings, weights)
+    loss, each = preference_loss(pairs, config.terms, settings, weights)
     (coefficients,) = torch.autograd.grad(loss, logprobs)
     metrics["loss"] = loss.item()
-    if len(config.terms) > 1:
-        with torch.no_grad():
-            each = {name: preference_loss(pairs, {name: 1.0}, settings, weights).item() for name in config.terms}
-            metrics |= {f"loss/{name}": value for name, value in each.items()}
+    if len(each) > 1:
+        metrics |= {f"loss/{name}": value.item() for name, value in each.items()}
     return PreferenceUpdate(coefficients.numpy().astype(np.float32), metrics)
 
 
@@ -135,9 +134,5 @@ def _token_shares(sequences: np.ndarray, counts: np.ndarray, ld_alpha: float) ->
         counts: int `[sequences]`, the number of tokens of each completion.
     """
     shorter = np.minimum(counts[0::2], counts[1::2])
-    order = np.argsort(sequences, kind="stable")
-    first = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    position = np.arange(len(order)) - first[sequences[order]]
-    shares = np.ones(len(sequences))
-    shares[order] = np.where(position < shorter[sequences[order] // 2], 1.0, ld_alpha)
-    return shares
+    place = places_in_sequences(torch.from_numpy(sequences).long()).numpy()
+    return np.where(place < shorter[sequences // 2], 1.0, ld_alpha)

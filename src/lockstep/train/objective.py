@@ -129,9 +129,8 @@ class PreferenceObjective:
         self.config, self.name = config, config.kind
         self.fields: tuple[str, ...] = ("weight", "coefficient" if config.evaluates_policy else "pair_weight")
         self.settings = preference_settings(config)
-        self.parts = tuple(config.terms) if len(config.terms) > 1 else ()
-        """The losses that are reported one by one."""
-        names = (*PAIR_METRICS, *(f"loss/{name}" for name in self.parts)) if not config.evaluates_policy else ()
+        parts = config.terms if len(config.terms) > 1 else ()
+        names = (*PAIR_METRICS, *(f"loss/{name}" for name in parts)) if not config.evaluates_policy else ()
         self.metrics: Mapping[str, Reduction] = {**COMMON_METRICS, **dict.fromkeys(names, "sum")}
 
     def compute(
@@ -147,10 +146,8 @@ class PreferenceObjective:
             return LossOutput(total, metrics | {"loss": total.detach()})
         pairs = pair_logprobs(logprobs.double(), sequences, fields)
         weights = fields["pair_weight"][:1].double().expand(len(pairs.chosen))  # the same for all of a step
-        total = preference_loss(pairs, self.config.terms, self.settings, weights)
-        with torch.no_grad():
-            for name in self.parts:
-                metrics[f"loss/{name}"] = preference_loss(pairs, {name: 1.0}, self.settings, weights)
+        total, each = preference_loss(pairs, self.config.terms, self.settings, weights)
+        metrics |= {f"loss/{name}": value.detach() for name, value in each.items()}
         metrics |= {name: (values * weights).sum() for name, values in pair_metrics(pairs, self.config.beta).items()}
         return LossOutput(total, metrics | {"loss": total.detach()})
 

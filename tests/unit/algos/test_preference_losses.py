@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,10 @@ from lockstep.algos.preference_losses import (
 
 SETTINGS = PreferenceSettings(beta=0.3, label_smoothing=0.1, simpo_gamma=0.4, alphapo_alpha=0.25)
 E, B = SETTINGS.label_smoothing, SETTINGS.beta
+
+
+def loss_of(*arguments: Any) -> Tensor:
+    return preference_loss(*arguments)[0]
 
 
 def tensor(*values: float) -> Tensor:
@@ -105,19 +110,19 @@ def test_every_loss_has_a_formula() -> None:
 
 def test_likelihoods_are_means_over_tokens() -> None:
     pairs = some_pairs()
-    assert preference_loss(pairs, {"sft": 1.0}, SETTINGS).item() == pytest.approx((12 + 3.5 + 20 + 7.25) / 26)
+    assert loss_of(pairs, {"sft": 1.0}, SETTINGS).item() == pytest.approx((12 + 3.5 + 20 + 7.25) / 26)
     both = (12 + 3.5 + 20 + 7.25 + 30 + 12 + 8 + 21) / (26 + 30)
-    assert preference_loss(pairs, {"nll": 1.0}, SETTINGS).item() == pytest.approx(both)
+    assert loss_of(pairs, {"nll": 1.0}, SETTINGS).item() == pytest.approx(both)
 
 
 def test_optimal_transport_compares_quantiles() -> None:
     gaps = sorted([-3.0, 2.5, 11.0, -0.25])
     reference = sorted([-1.5, 1.0, 15.0, -2.5])
     expected = sum(smoothed(B * (x - y)) for x, y in zip(gaps, reference, strict=True)) / 4
-    assert preference_loss(some_pairs(), {"aot": 1.0}, SETTINGS).item() == pytest.approx(expected)
+    assert loss_of(some_pairs(), {"aot": 1.0}, SETTINGS).item() == pytest.approx(expected)
     chosen, rejected = sorted([-1.0, 0.5, -2.0, 1.75]), sorted([0.5, -1.0, 2.0, -0.5])
     expected = sum(smoothed(B * (x - y)) for x, y in zip(chosen, rejected, strict=True)) / 4
-    assert preference_loss(some_pairs(), {"aot_unpaired": 1.0}, SETTINGS).item() == pytest.approx(expected)
+    assert loss_of(some_pairs(), {"aot_unpaired": 1.0}, SETTINGS).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -138,27 +143,29 @@ def test_other_divergences_change_the_score(divergence: str, score: Callable[[fl
 def test_several_losses_are_summed_with_their_weights() -> None:
     """MPO (Wang et al. 2024): 0.8 DPO + 0.2 BCO + SFT."""
     pairs, mix = some_pairs(), {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
-    parts = [factor * preference_loss(pairs, {name: 1.0}, SETTINGS) for name, factor in mix.items()]
-    assert preference_loss(pairs, mix, SETTINGS).item() == pytest.approx(sum(part.item() for part in parts))
+    parts = [factor * loss_of(pairs, {name: 1.0}, SETTINGS) for name, factor in mix.items()]
+    assert loss_of(pairs, mix, SETTINGS).item() == pytest.approx(sum(part.item() for part in parts))
+    each = preference_loss(pairs, mix, SETTINGS)[1]
+    assert [factor * each[name] for name, factor in mix.items()] == parts, "each without its weight"
 
 
 def test_pairs_can_be_weighted_but_for_what_is_sorted() -> None:
     pairs, weights = some_pairs(), tensor(0.5, 1.0, 0.0, 0.25)
     expected = (PAIR_LOSSES["sigmoid"](pairs, SETTINGS) * weights).sum()
-    assert preference_loss(pairs, {"sigmoid": 1.0}, SETTINGS, weights).item() == pytest.approx(expected.item())
+    assert loss_of(pairs, {"sigmoid": 1.0}, SETTINGS, weights).item() == pytest.approx(expected.item())
     for name in SORTED:
         with pytest.raises(ValueError, match=f"{name} sorts the pairs"):
-            preference_loss(pairs, {name: 1.0}, SETTINGS, weights)
+            loss_of(pairs, {name: 1.0}, SETTINGS, weights)
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_references_are_needed_by_those_that_say_so(name: str) -> None:
     pairs = replace(some_pairs(), reference_chosen=None, reference_rejected=None)
     if name in REFERENCE_FREE:
-        assert math.isfinite(preference_loss(pairs, {name: 1.0}, SETTINGS).item())
+        assert math.isfinite(loss_of(pairs, {name: 1.0}, SETTINGS).item())
     else:
         with pytest.raises(ValueError, match="needs log-probabilities of a reference"):
-            preference_loss(pairs, {name: 1.0}, SETTINGS)
+            loss_of(pairs, {name: 1.0}, SETTINGS)
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
@@ -166,7 +173,7 @@ def test_extreme_gaps_have_finite_values_and_gradients(name: str) -> None:
     pairs = some_pairs()
     chosen, rejected = tensor(-5000.0, -1e-9, -40.0, -1.0), tensor(-1e-9, -5000.0, -40.0, -1.0)
     given = replace(pairs, chosen=chosen.requires_grad_(), rejected=rejected.requires_grad_())
-    loss = preference_loss(given, {name: 1.0}, SETTINGS)
+    loss = loss_of(given, {name: 1.0}, SETTINGS)
     loss.backward()  # type: ignore[no-untyped-call]
     assert torch.isfinite(loss) and torch.isfinite(chosen.grad).all(), chosen.grad  # type: ignore[arg-type]
     assert rejected.grad is None or torch.isfinite(rejected.grad).all()
@@ -185,9 +192,9 @@ def test_kto_counts_gains_and_losses_against_the_baseline() -> None:
 
 def test_exo_needs_label_smoothing_and_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="label_smoothing above 0"):
-        preference_loss(some_pairs(), {"exo_pair": 1.0}, PreferenceSettings())
+        loss_of(some_pairs(), {"exo_pair": 1.0}, PreferenceSettings())
     with pytest.raises(ValueError, match="no preference loss 'dpo'"):
-        preference_loss(some_pairs(), {"dpo": 1.0}, PreferenceSettings())
+        loss_of(some_pairs(), {"dpo": 1.0}, PreferenceSettings())
 
 
 @given(st.floats(-700.0, -1e-12))
