@@ -217,13 +217,14 @@ class RewardServer:
         """
         tokens = await asyncio.to_thread(self._encode, texts, special)
         scoring, gone = asyncio.create_task(self._batcher.scores(tokens)), asyncio.create_task(_disconnected(request))
+        gone.add_done_callback(lambda _: scoring.cancel())
         try:
-            await asyncio.wait((scoring, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not scoring.done():
-                raise _Refused(CLIENT_GONE, "the client has closed the connection")
-            scores = scoring.result()
+            scores = await scoring
+        except asyncio.CancelledError:
+            if not gone.done():  # the request itself is cancelled
+                raise
+            raise _Refused(CLIENT_GONE, "the client has closed the connection") from None
         finally:
-            scoring.cancel()
             gone.cancel()
         if not np.isfinite(scores).all():
             number = int(np.flatnonzero(~np.isfinite(scores))[0])
