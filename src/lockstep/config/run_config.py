@@ -148,7 +148,7 @@ class RunConfig(Section):
     """The fields of every recipe."""
 
     recipe: str
-    """The name of the recipe: `sft`, `grpo`, `ppo`, `preference`, `reward`."""
+    """The name of the recipe: `sft`, `grpo`, `ppo`, `online_dpo`, `rejection_sampling`, `preference`, `reward`."""
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
     """The folder of the run is `folder/name`."""

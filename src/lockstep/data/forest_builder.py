@@ -12,7 +12,10 @@ from lockstep.data.samples import Completion, Document, Group, LabelledCompletio
 
 
 def forest_from_rollouts(
-    rollouts: Rollouts, advantages: npt.ArrayLike | None = None, mask_truncated: bool = False
+    rollouts: Rollouts,
+    advantages: npt.ArrayLike | None = None,
+    mask_truncated: bool = False,
+    chosen: np.ndarray | None = None,
 ) -> Forest:
     """Builds one tree per group: the prompt is the root, and completions are its children. Completions that begin with
     the same turns share segments for these turns, with the following turns as children.
@@ -25,6 +28,7 @@ def forest_from_rollouts(
         advantages: float `[groups, G]`, or `[groups, G, longest completion]` for one value per token; None if they are
             set later (`TrainingBatch.set_per_target`).
         mask_truncated: leave out completions that ended at the limit of tokens.
+        chosen: bool `[groups, G]`: which completions to build; None: all. A group without any has only its prompt.
 
     Raises:
         ValueError: shapes do not match, or an advantage is not finite.
@@ -48,7 +52,7 @@ def forest_from_rollouts(
     learned = [
         (number, completion)
         for number, completion in enumerate(each for group in rollouts.groups for each in group.completions)
-        if not (mask_truncated and completion.finish == "length")
+        if not (mask_truncated and completion.finish == "length") and (chosen is None or chosen.flat[number])
     ]
     if any(completion.mask is not None for _, completion in learned):
         trees = _multi_turn_trees(rollouts.groups, size, dict(learned), values)
@@ -249,16 +253,17 @@ def forest_from_pairs(pairs: Sequence[Pair], learn_prompts: bool = False) -> For
     """
     trees = []
     for number, pair in enumerate(pairs):
-        sides = [(pair.chosen, 2 * number), (pair.rejected, 2 * number + 1)]
+        sides = [(pair.chosen, pair.chosen_mask, 2 * number), (pair.rejected, pair.rejected_mask, 2 * number + 1)]
         if learn_prompts:
             learned = np.arange(pair.prompt.size) > 0
             root = Segment(pair.prompt, -1, learned, {"in_prompt": np.ones(pair.prompt.size, np.float32)}, 2 * number)
         else:
             root = Segment(pair.prompt)
         trees.append([root])
-        for tokens, sequence in sides:
+        for tokens, mask, sequence in sides:
             fields = {"in_prompt": np.zeros(tokens.size, np.float32)} if learn_prompts else {}
-            trees[-1].append(Segment(tokens, 0, np.ones(tokens.size, np.bool_), fields, sequence))
+            own = np.ones(tokens.size, np.bool_) if mask is None else mask
+            trees[-1].append(Segment(tokens, 0, own, fields, sequence))
     return Forest.of(trees, [pair.uid for pair in pairs])
 
 

@@ -130,6 +130,9 @@ class Pair:
     rejected: np.ndarray
     margin: float = 0.0
     """How much better the chosen completion is, for the loss of reward models; the data's column `margin`."""
+    chosen_mask: np.ndarray | None = None
+    """bool `[tokens]`: False for tokens that an environment wrote, which are not learned; None if there are none."""
+    rejected_mask: np.ndarray | None = None
 
 
 @dataclass(slots=True)

@@ -3,11 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.config.recipes import GRPOConfig, PPOConfig, PreferenceConfig, RewardModelConfig, SFTConfig
+from lockstep.config.recipes import (
+    GRPOConfig,
+    OnlineDPOConfig,
+    PPOConfig,
+    PreferenceConfig,
+    RejectionSamplingConfig,
+    RewardModelConfig,
+    SFTConfig,
+)
 from lockstep.config.run_config import RunConfig
 from lockstep.recipes.grpo import grpo
+from lockstep.recipes.online_dpo import online_dpo
 from lockstep.recipes.ppo import ppo
 from lockstep.recipes.preference import preference
+from lockstep.recipes.rejection_sampling import rejection_sampling
 from lockstep.recipes.reward_model import reward_model
 from lockstep.recipes.sft import sft
 from lockstep.run.lifecycle import open_run
@@ -18,6 +28,8 @@ LOOPS: dict[type[RunConfig], Callable[[Run, Any], None]] = {
     SFTConfig: sft,
     GRPOConfig: grpo,
     PPOConfig: ppo,
+    OnlineDPOConfig: online_dpo,
+    RejectionSamplingConfig: rejection_sampling,
     PreferenceConfig: preference,
     RewardModelConfig: reward_model,
 }

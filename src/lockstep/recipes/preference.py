@@ -1,15 +1,14 @@
 """Learning from preferences: DPO (Rafailov et al. 2023), KTO (Ethayarajh et al. 2024) and their relatives."""
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from lockstep.config.recipes import PreferenceConfig
 from lockstep.data.forest_builder import forest_from_labelled, forest_from_pairs
 from lockstep.data.mini_batches import pack
+from lockstep.recipes.pair_update import update_on_pairs
 from lockstep.recipes.precomputed_reference import PrecomputedReference, precompute_reference
 from lockstep.run.run import Run
-from lockstep.run.step_preferences import labelled_update, preference_update, prepare_pairs
+from lockstep.run.step_preferences import labelled_update
 
 
 def preference(run: Run, cfg: PreferenceConfig) -> None:
@@ -20,26 +19,11 @@ def preference(run: Run, cfg: PreferenceConfig) -> None:
 
 
 def _learn_pairs(run: Run, cfg: PreferenceConfig, reference: PrecomputedReference | None) -> None:
-    whole = not cfg.loss.evaluates_policy and run.pairs_fit_rows()
+    whole = run.pairs_fit_rows()
     for step in run.steps():
         with run.transaction(step):
-            with run.stage("pack"):
-                packing = run.policy.ranks, cfg.token_budget, run.policy.info.packing
-                pairs = run.pairs(step, cfg.batch_size)
-                batch = pack(forest_from_pairs(pairs, cfg.loss.learns_prompts), *packing, whole_trees=whole)
-                prepare_pairs(batch, cfg.loss)
-            with run.stage("logprobs"):  # of the reference, if they are computed now
-                run.annotate(batch, without=["policy_logprob"] if whole else [])
-                if reference is not None:
-                    reference.annotate(batch, pairs)
-            metrics: Mapping[str, float] = {}
-            if not whole:  # the loss is that of all pairs of the step, however they are split
-                update = preference_update(batch, cfg.loss)
-                batch.set_per_target("coefficient", update.coefficients)
-                metrics = update.metrics
-            with run.stage("train"):
-                stats = [run.policy.step(minibatch) for minibatch in batch.minibatches(objective=cfg.loss)]
-            run.commit(step, [{**each, **metrics} for each in stats])
+            pairs = run.pairs(step, cfg.batch_size)
+            run.commit(step, [update_on_pairs(run, pairs, cfg.loss, whole, reference)])
 
 
 def _learn_labels(run: Run, cfg: PreferenceConfig, reference: PrecomputedReference | None) -> None:

@@ -161,7 +161,7 @@ def test_what_losses_need_of_the_trainer() -> None:
 
 def test_an_unknown_recipe_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "best_of_n", RECIPES["sft"])
-    with pytest.raises(ConfigError, match=r"'best_of' is unknown.*sft, grpo, ppo, preference, reward, best_of_n"):
+    with pytest.raises(ConfigError, match=r"'best_of' is unknown.*sft, grpo, ppo, online_dpo, rejection_sampling, preference, reward, best_of_n"):
         check_config({**COMMON, "recipe": "best_of"}, "test")
 
 

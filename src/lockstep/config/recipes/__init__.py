@@ -5,13 +5,18 @@ engines generate. Nothing outside this folder and the recipe's loop knows a reci
 """
 
 from lockstep.config.recipes.data_recipes import PreferenceConfig, RewardModelConfig, SFTConfig
+from lockstep.config.recipes.online_recipes import OnlineDPOConfig, RejectionSamplingConfig
 from lockstep.config.recipes.ppo_recipe import PPOConfig
 from lockstep.config.recipes.rollout_recipes import GRPOConfig
 from lockstep.config.run_config import RunConfig
 
-__all__ = ["RECIPES", "GRPOConfig", "PPOConfig", "PreferenceConfig", "RewardModelConfig", "SFTConfig"]
+__all__ = [
+    "RECIPES", "GRPOConfig", "OnlineDPOConfig", "PPOConfig", "PreferenceConfig", "RejectionSamplingConfig",
+    "RewardModelConfig", "SFTConfig",
+]  # fmt: skip
 
 RECIPES: dict[str, type[RunConfig]] = {
-    "sft": SFTConfig, "grpo": GRPOConfig, "ppo": PPOConfig, "preference": PreferenceConfig, "reward": RewardModelConfig,
+    "sft": SFTConfig, "grpo": GRPOConfig, "ppo": PPOConfig, "online_dpo": OnlineDPOConfig,
+    "rejection_sampling": RejectionSamplingConfig, "preference": PreferenceConfig, "reward": RewardModelConfig,
 }  # fmt: skip
 """The config class of each recipe, by the value of `recipe`."""

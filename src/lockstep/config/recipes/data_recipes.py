@@ -98,18 +98,9 @@ class PreferenceConfig(RunConfig):
             raise ValueError(
                 "batch_size 1: kto compares completions with those of other prompts, so set it to 2 or more"
             )
-        if self.model.adapter is not None and self.model.adapter.lora_dropout:
-            raise ValueError(
-                f"model.adapter.lora_dropout {self.model.adapter.lora_dropout} would make the log-probabilities of the "
-                "update differ from those that the loss is computed from: leave it out"
-            )
-        if self.reference is not None:
-            without = f"loss.type {', '.join(self.loss.type)} has no reference"
-            check_reference(self, self.reference, without, "choose another loss.type, such as sigmoid")
         if self.precompute_ref_log_probs:
             _check_precomputed(self)
-        if self.loss.sync_ref_model:
-            _check_moving_reference(self)
+        check_preference(self, self.loss, self.reference, self.precompute_ref_log_probs)
         return self
 
 
@@ -178,6 +169,37 @@ class RewardModelConfig(RunConfig):
         return self
 
 
+def check_preference(
+    config: RunConfig, loss: PreferenceLoss, reference: ReferenceConfig | None, precomputed: bool = False
+) -> None:
+    """Checks that a loss of preferences suits the adapter and the reference.
+
+    Args:
+        precomputed: whether the reference's log-probabilities are computed once.
+    """
+    adapter = config.model.adapter
+    if adapter is not None and adapter.lora_dropout:
+        raise ValueError(
+            f"model.adapter.lora_dropout {adapter.lora_dropout} would make the log-probabilities of the "
+            "update differ from those that the loss is computed from: leave it out"
+        )
+    if reference is not None:
+        without = f"loss.type {', '.join(loss.type)} has no reference"
+        check_reference(config, reference, without, "choose another loss.type, such as sigmoid")
+    if not loss.sync_ref_model:
+        return
+    others = {
+        "model.adapter": (adapter is not None, "the reference is the model without the adapter"),
+        "precompute_ref_log_probs": (precomputed, "the reference's log-probabilities are fixed"),
+        "reference": (reference is not None, "its processes do not have the policy's weights"),
+    }
+    for field, (present, why) in others.items():
+        if present:
+            raise ValueError(
+                f"loss.sync_ref_model moves the reference, but with {field} {why}: leave one of the two out"
+            )
+
+
 def _check_precomputed(config: PreferenceConfig) -> None:
     """Checks that the reference's log-probabilities can be computed once."""
     loss = config.loss
@@ -198,20 +220,6 @@ def _check_precomputed(config: PreferenceConfig) -> None:
             "step, so that reference has nothing to compute: leave reference out, or, to compare with another model "
             "(reference.path), leave precompute_ref_log_probs out"
         )
-
-
-def _check_moving_reference(config: PreferenceConfig) -> None:
-    """Checks that the policy's ranks hold a copy of the reference that can follow the policy."""
-    others = {
-        "model.adapter": (config.model.adapter is not None, "the reference is the model without the adapter"),
-        "precompute_ref_log_probs": (config.precompute_ref_log_probs, "the reference's log-probabilities are fixed"),
-        "reference": (config.reference is not None, "its processes do not have the policy's weights"),
-    }
-    for field, (present, why) in others.items():
-        if present:
-            raise ValueError(
-                f"loss.sync_ref_model moves the reference, but with {field} {why}: leave one of the two out"
-            )
 
 
 def _check_norm_length(aggregation: str, norm_length: int | None) -> None:

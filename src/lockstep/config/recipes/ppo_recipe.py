@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.actor_critic import CriticConfig, GAEAdvantage, KLController
 from lockstep.config.algorithm import AnyPolicyLoss, KLPenalty, PPOClip
-from lockstep.config.recipes.rollout_recipes import RolloutRecipe
+from lockstep.config.recipes.rollout_recipes import PolicyGradientRecipe
 from lockstep.config.reward import LengthPenalty
 from lockstep.config.section import with_defaults
 from lockstep.config.train_role import TrainRole
@@ -15,7 +15,7 @@ from lockstep.config.train_role import TrainRole
 _KL = {"coefficient": 0.01, "estimator": "k1", "where": "reward"}
 
 
-class PPOConfig(RolloutRecipe):
+class PPOConfig(PolicyGradientRecipe):
     """Proximal policy optimisation with a critic (Schulman et al. 2017; Ouyang et al. 2022)."""
 
     recipe: Literal["ppo"]

@@ -23,18 +23,16 @@ class RolloutRecipe(RunConfig):
     minibatch_size: int | None = Field(None, gt=0)
     """Completions per optimizer step; all of the step's when absent. A multiple of `group_size`."""
     filter_groups: FilterGroups = FilterGroups()
-    loss: AnyPolicyLoss = PPOClip()
-    reference: ReferenceConfig | None = None
-    """Processes for the reference model of `loss.kl`; the policy's ranks hold it when absent."""
     reward: RewardConfig
 
     @property
-    def objective(self) -> PolicyLoss:
-        return self.loss
+    def completions_per_step(self) -> int:
+        """Completions that engines generate for a step."""
+        return self.prompts_per_step * self.group_size
 
     @property
     def sequences_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
+        return self.completions_per_step
 
     @property
     def epochs_per_step(self) -> int:
@@ -42,7 +40,7 @@ class RolloutRecipe(RunConfig):
 
     @property
     def updates_per_step(self) -> int:
-        return self.epochs * (self.sequences_per_step // (self.minibatch_size or self.sequences_per_step))
+        return self.epochs * (self.completions_per_step // (self.minibatch_size or self.completions_per_step))
 
     @property
     def data_kind(self) -> DataKind:
@@ -53,16 +51,6 @@ class RolloutRecipe(RunConfig):
         return Generation(self.prompts_per_step, self.group_size, self.filter_groups)
 
     @property
-    def serve_roles(self) -> tuple[ServeRole, ...]:
-        references = () if self.reference is None else (reference_role(self, self.reference),)
-        return (*references, *super().serve_roles)
-
-    @property
-    def train_temperature(self) -> float:
-        """That of sampling, so that the ratio compares the distribution that was sampled from."""
-        return self.rollout.sampling.temperature
-
-    @property
     def trial_overrides(self) -> dict[str, int]:
         prompts = {"prompts_per_step": max(2, self.trainer.ranks)}
         minibatch = {"minibatch_size": self.group_size} if self.minibatch_size else {}
@@ -71,7 +59,7 @@ class RolloutRecipe(RunConfig):
 
     @model_validator(mode="after")
     def _check_rollouts(self) -> Self:
-        total, size = self.sequences_per_step, self.minibatch_size
+        total, size = self.completions_per_step, self.minibatch_size
         if size is not None and (size % self.group_size or total % size):
             raise ValueError(
                 f"minibatch_size {size} must be a multiple of group_size {self.group_size} and divide the "
@@ -93,24 +81,55 @@ class RolloutRecipe(RunConfig):
                 "filter_groups.enable with group_size 1: the rewards in a group of one never differ, so that every "
                 "group would be filtered out. Set group_size to 2 or more"
             )
-        _check_sampling(self.rollout.sampling, self.loss)
+        if self.rollout.sampling.temperature == 0:
+            raise ValueError(
+                "with rollout.sampling.temperature 0 all completions of a group are the same, and training needs their "
+                "differences: set it above 0 (evaluation.sampling may be greedy)"
+            )
         _check_conversations(self)
-        _check_staleness(self.rollout.max_staleness, self.loss)
         for role in self.train_roles:
             if self.rollout.max_staleness and role.trainer.offload.anything:
                 raise ValueError(
                     f"{role.field('trainer.offload')} frees the GPU for engines while the trainer is idle, but with "
                     "rollout.max_staleness they generate while it trains: leave one of the two out"
                 )
-        if self.reference is not None:
-            check_reference(self, self.reference, "loss.kl.coefficient is 0", "set loss.kl.coefficient above 0")
         others = [each.kind for each in self.data.sources if each.kind != "reasoning_gym"]
         if others and any(isinstance(term, TaskReward) for term in self.reward.terms):
             raise ValueError(f"reward.terms has kind task, but data.kind is {others[0]}, not reasoning_gym")
         return self
 
 
-class GRPOConfig(RolloutRecipe):
+class PolicyGradientRecipe(RolloutRecipe):
+    """The fields of recipes that weigh the tokens of completions with advantages."""
+
+    loss: AnyPolicyLoss = PPOClip()
+    reference: ReferenceConfig | None = None
+    """Processes for the reference model of `loss.kl`; the policy's ranks hold it when absent."""
+
+    @property
+    def objective(self) -> PolicyLoss:
+        return self.loss
+
+    @property
+    def serve_roles(self) -> tuple[ServeRole, ...]:
+        references = () if self.reference is None else (reference_role(self, self.reference),)
+        return (*references, *super().serve_roles)
+
+    @property
+    def train_temperature(self) -> float:
+        """That of sampling, so that the ratio compares the distribution that was sampled from."""
+        return self.rollout.sampling.temperature
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Self:
+        _check_truncation(self.rollout.sampling, self.loss)
+        _check_staleness(self.rollout.max_staleness, self.loss)
+        if self.reference is not None:
+            check_reference(self, self.reference, "loss.kl.coefficient is 0", "set loss.kl.coefficient above 0")
+        return self
+
+
+class GRPOConfig(PolicyGradientRecipe):
     """Group relative policy optimisation with verifiable or learned rewards."""
 
     recipe: Literal["grpo"]
@@ -129,13 +148,8 @@ class GRPOConfig(RolloutRecipe):
         return self
 
 
-def _check_sampling(sampling: SamplingConfig, loss: PolicyLoss) -> None:
-    """Checks that the sampling settings suit training and the importance ratio."""
-    if sampling.temperature == 0:
-        raise ValueError(
-            "with rollout.sampling.temperature 0 all completions of a group are the same, and training needs their "
-            "differences: set it above 0 (evaluation.sampling may be greedy)"
-        )
+def _check_truncation(sampling: SamplingConfig, loss: PolicyLoss) -> None:
+    """Checks that the sampling settings suit the importance ratio."""
     chosen = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
     defaults = SamplingConfig.model_fields
     truncations = {name: value for name, value in chosen.items() if value != defaults[name].default}

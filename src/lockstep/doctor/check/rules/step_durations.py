@@ -98,7 +98,7 @@ def step_durations(
     updates = role.optimizer_steps // config.steps
     weights = shape.parameters * width
     return StepDurations(
-        rollout=_rollout_seconds(config, shape, speed, width, sequences, length),
+        rollout=_rollout_seconds(config, shape, speed, width, length),
         train=train,
         update=train / max(1, updates),
         publish=weights / link,
@@ -115,15 +115,15 @@ def _sequences_per_step(config: Config) -> int:
     return engine.max_num_seqs if engine.kind == "vllm" else engine.max_rows
 
 
-def _rollout_seconds(
-    config: Config, shape: ModelShape, speed: GpuSpeed, width: int, sequences: int, length: int
-) -> float:
+def _rollout_seconds(config: Config, shape: ModelShape, speed: GpuSpeed, width: int, length: int) -> float:
     """Seconds of generating all completions.
 
     For each token, decoding reads the active weights and the batch's keys and values, or computes if that takes longer.
     """
     engine = config.rollout.engine
     split = engine.tensor_parallel_size if engine.kind == "vllm" else 1
+    wanted = config.generation
+    sequences = config.sequences_per_step if wanted is None else wanted.prompts_per_step * wanted.group_size
     per_engine = -(-sequences // engine.count)
     batch = min(per_engine, _sequences_per_step(config))
     waves = -(-per_engine // batch)
