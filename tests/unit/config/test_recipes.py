@@ -126,7 +126,66 @@ def test_ppo_refuses_what_contradicts_itself(changes: dict[str, Any], problem: s
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [sft, grpo, ppo])
+def online_dpo(**changes: Any) -> RunConfig:
+    return check_config({**COMMON, "recipe": "online_dpo", "reward": REWARD, **changes}, "test")
+
+
+def rejection_sampling(**changes: Any) -> RunConfig:
+    return check_config({**COMMON, "recipe": "rejection_sampling", "reward": REWARD, **changes}, "test")
+
+
+def test_online_dpo_learns_pairs_of_completions() -> None:
+    """Log-probabilities are those at temperature 1, and there is no ratio that staleness or truncation would spoil."""
+    sampling = {"temperature": 0.7, "top_p": 0.9}
+    config = online_dpo(
+        prompts_per_step=4,
+        group_size=6,
+        epochs=2,
+        minibatch_size=12,
+        rollout={"sampling": sampling, "max_staleness": 3},
+    )
+    assert config.generation is not None and config.generation.group_size == 6
+    assert (config.data_kind, config.sequences_per_step, config.updates_per_step) == ("prompts", 8, 4)
+    assert config.policy.temperature == 1.0 and config.policy.holds_reference
+    apart = online_dpo(reference={"ranks": 2}, rollout={"sampling": sampling})
+    assert [(role.name, role.temperature) for role in apart.serve_roles] == [("reference", 1.0)]
+    assert not apart.policy.holds_reference and not online_dpo(loss={"type": "simpo"}).policy.holds_reference
+
+
+def test_rejection_sampling_learns_some_completions() -> None:
+    config = rejection_sampling(prompts_per_step=4, group_size=6, best_k=2, rollout={"max_staleness": 1})
+    assert config.generation is not None and config.generation.group_size == 6
+    assert (config.sequences_per_step, config.policy.objective, config.policy.temperature) == (8, CrossEntropy(), 1.0)
+    assert rejection_sampling(group_size=1, min_reward=0.5).sequences_per_step == 32
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "problem"),
+    [
+        (online_dpo, {"loss": {"type": "kto"}}, "loss.type kto learns from single completions with a label"),
+        (online_dpo, {"loss": {"type": "apo_zero_unpaired"}}, "choose a loss of pairs"),
+        (online_dpo, {"group_size": 1}, "greater than or equal to 2"),
+        (online_dpo, {"group_size": 4, "minibatch_size": 6}, "must be a multiple of group_size 4"),
+        (online_dpo, {"rollout": {"sampling": {"temperature": 0}}}, "all completions of a group are the same"),
+        (online_dpo, {"model": {"path": "m", "adapter": {"lora_dropout": 0.1}}}, "lora_dropout 0.1 would make"),
+        (online_dpo, {"reference": {}, "loss": {"type": "simpo"}}, "loss.type simpo has no reference"),
+        (online_dpo, {"reference": {}, "loss": {"sync_ref_model": True}}, "its processes do not have"),
+        (online_dpo, {"reward": None}, "reward"),
+        (rejection_sampling, {"group_size": 2, "best_k": 3}, "best_k 3 is more than the 2 completions"),
+        (rejection_sampling, {"group_size": 2, "best_k": 2}, "learns every completion, whatever its reward"),
+        (rejection_sampling, {"group_size": 1}, "or set min_reward"),
+        (rejection_sampling, {"loss": {"kind": "ppo_clip"}}, "loss.kind"),
+    ],
+)
+def test_recipes_that_choose_completions_refuse_what_contradicts_itself(
+    make: Any, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(**changes)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [sft, grpo, ppo, online_dpo, rejection_sampling])
 def test_a_role_travels_as_json(make: Any) -> None:
     role = make().policy
     assert (role.name, role.seed, role.model.path) == ("policy", 4, "m")
@@ -138,6 +197,8 @@ def test_a_trial_run_is_valid_and_smaller() -> None:
         sft(batch_size=64),
         grpo(prompts_per_step=64, minibatch_size=64),
         ppo(prompts_per_step=64, critic={"warmup_steps": 5}),
+        online_dpo(prompts_per_step=64, minibatch_size=16),
+        rejection_sampling(prompts_per_step=64, minibatch_size=64),
     ):
         values = config.model_dump(mode="json")
         for name, value in config.trial_overrides.items():
@@ -161,7 +222,10 @@ def test_what_losses_need_of_the_trainer() -> None:
 
 def test_an_unknown_recipe_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "best_of_n", RECIPES["sft"])
-    with pytest.raises(ConfigError, match=r"'best_of' is unknown.*sft, grpo, ppo, online_dpo, rejection_sampling, preference, reward, best_of_n"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'best_of' is unknown.*sft, grpo, ppo, online_dpo, rejection_sampling, preference, reward, best_of_n",
+    ):
         check_config({**COMMON, "recipe": "best_of"}, "test")
 
 
