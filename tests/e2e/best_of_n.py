@@ -1,4 +1,5 @@
-"""`lockstep` with one more recipe: best of n. Fine-tunes on the best completion of each group (rejection sampling).
+"""`lockstep` with one more recipe: best of n. Fine-tunes on the best completion of each group, as the package's own
+`rejection_sampling` does with more choices; this is how short a recipe of one's own can be.
 
 The recipe is a config class, a loop and one line each in two tables; nothing in `lockstep.run` knows it.
 """

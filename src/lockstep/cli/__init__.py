@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 from lockstep import __version__
 
 _COMMANDS = {
-    "train": "Train a model as configured in the file: SFT, DPO and its relatives, reward models, GRPO or PPO.",
+    "train": "Train a model as configured in the file: SFT, DPO, reward models, GRPO, PPO, online DPO, ...",
     "tiny": "Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer.",
     "check": "Find out before a run what would make it fail, hang or crawl, and how to fix it.",
     "convert": "Convert a launch script or config of OpenRLHF, verl or TRL to a run's file.",

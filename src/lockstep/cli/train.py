@@ -50,7 +50,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Train a model as configured in the file: SFT, DPO and its relatives, reward models, GRPO or PPO.
+    """Train a model as configured in the file: SFT, DPO, reward models, GRPO, PPO, online DPO, ...
 
     Examples:
 

@@ -265,6 +265,8 @@ QUALIFIED_KEYS = {
     "data.label_key": "data.answer_column",
     "data.input_template": "data.template",
     "data.apply_chat_template": "data.chat",
+    "missing_eos_penalty": "reward.terms: {kind: length, soft: ..., hard: ..., weight: ...}",
+    "best_of_n": "group_size",
     "custom_reward_function.path": "reward.terms: {kind: function, path: FILE.py:NAME}",
     "custom_reward_function.name": "reward.terms: {kind: function, path: FILE.py:NAME}",
     "reward.remote_url": "reward.terms: {kind: http, url: ..., signature: openrlhf}",

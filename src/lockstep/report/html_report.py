@@ -202,7 +202,7 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
     marks = timeline.over_steps()
     page = _jinja_environment().get_template("report.html.j2").render(
         name=config.get("name", ledger.folder.name),
-        recipe=str(config.get("recipe", "")).upper(),
+        recipe=str(config.get("recipe", "")).upper().replace("_", " "),
         model=config.get("model", {}).get("path", ""),
         reason=reason,
         finished=reason == "finished",

@@ -42,9 +42,11 @@ METHOD_PAPERS = {
     "bradley_terry": ("InstructGPT", "2203.02155"),
 }
 """The papers of advantages, policy losses and losses of preferences: the short name, and the number on arXiv."""
+_RECIPE_PAPERS = {"online_dpo": ("Online DPO", "2402.04792"), "rejection_sampling": ("RAFT", "2304.06767")}
 _SHOWN_FIELDS = (
     "recipe", "seed", "steps", "model", "data", "batch_size", "prompts_per_step", "group_size", "epochs",
-    "minibatch_size", "advantage", "filter_groups", "loss", "critic", "reward",
+    "minibatch_size", "best_k", "min_reward", "mask_truncated", "advantage", "filter_groups", "loss", "critic",
+    "reward",
     "reward_clip", "normalize_reward", "kl_controller", "bootstrap_truncated", "trainer", "evaluation", "validation",
 )  # fmt: skip
 """The fields of a config that say how the model was trained. The others name hosts, folders and servers."""
@@ -53,7 +55,9 @@ _MAX_METRICS = 20
 _SAMPLES = {
     "sft": "documents per step", "preference": "pairs or labelled completions per step", "reward": "pairs per step",
 }  # fmt: skip
-_METHODS = {"reward": "reward modelling"}
+_METHODS = {
+    "reward": "reward modelling", "online_dpo": "online DPO", "rejection_sampling": "rejection sampling",
+}  # fmt: skip
 """The names of methods that are neither the recipe's in capitals nor that of a paper."""
 _SHOWN_OF_REWARDS = {"kind", "weight", "name", "path", "pattern", "signature"}
 """The fields of a reward's term that are shown; others may name servers, and arguments may be anything."""
@@ -168,7 +172,8 @@ def _papers(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The papers of the run's algorithm that are known."""
     sections = [section for name in ("advantage", "loss") if isinstance(section := config.get(name), Mapping)]
     kinds = [kind for section in sections for kind in (section.get("kind"), *(section.get("type") or ()))]
-    return list(dict.fromkeys(METHOD_PAPERS[kind] for kind in kinds if kind in METHOD_PAPERS))
+    of_recipe = [_RECIPE_PAPERS[recipe]] if (recipe := str(config.get("recipe"))) in _RECIPE_PAPERS else []
+    return list(dict.fromkeys([*of_recipe, *(METHOD_PAPERS[kind] for kind in kinds if kind in METHOD_PAPERS)]))
 
 
 def _parent(ledger: Ledger) -> dict[str, str] | None:

@@ -127,3 +127,9 @@ def test_runs_on_pairs_name_their_loss(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_here_is_no_model_on_the_hub(tmp_path: Path) -> None:
     card = card_of(tmp_path, model={"path": "models/client"}, data={"path": "data/pairs"})
     assert not {"base_model", "datasets"} & metadata_of(card).keys() and "models/client" not in card
+
+
+def test_recipes_that_choose_completions_name_their_papers(tmp_path: Path) -> None:
+    card = card_of(tmp_path, recipe="online_dpo", advantage=None, loss={"kind": "preference", "type": ["sigmoid"]})
+    assert metadata_of(card)["tags"] == ["lockstep", "online_dpo", "arxiv:2402.04792", "arxiv:2305.18290"]
+    assert "online DPO" in card
