@@ -15,6 +15,7 @@ from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.trainer import CheckpointConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoint_manager import CheckpointManager, restore_checkpoint
+from lockstep.run.devices.device_turns import DeviceTurns
 from lockstep.run.recovery.trainer_recovery import MemoryCheckpointer
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
@@ -150,7 +151,7 @@ class Trainee:
     """A role whose ranks answer when they are told to."""
 
     def __init__(self, role: str) -> None:
-        self.role, self.calls, self.open_calls = SimpleNamespace(name=role), [], []
+        self.role, self.calls, self.open_calls, self.turns = SimpleNamespace(name=role), [], [], DeviceTurns()
         self.name, self.progress_count, self.last_progress_at = f"{role}-0", 0, time.monotonic()
         self.stall_limit_s = self.notice_after_s = 60.0
 

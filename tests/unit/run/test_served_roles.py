@@ -15,6 +15,7 @@ from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.fault_tolerance import RecoveryConfig, RestartBudget
 from lockstep.config.model import ModelConfig
 from lockstep.config.serve_role import ServeRole
+from lockstep.config.trainer import TrainerConfig
 from lockstep.data.forest_builder import forest_from_documents
 from lockstep.data.micro_batch import decode_micro_batches
 from lockstep.data.mini_batches import TrainingBatch, pack
@@ -69,9 +70,10 @@ class Site:
             name="reference", model=ModelConfig(path="m"), ranks=3, fields={"reference_logprob": "logprobs"}
         )
         self.reference = ServedGroup(role, self.launch("reference", range(3)), launcher, self.manager)
+        self.reference.begin_setup()
         self.reference.finish_setup()
         trained: Any = SimpleNamespace(
-            objective=None, trainer=SimpleNamespace(offload=None), evaluated_fields={"old_logprob": "logprobs"}
+            objective=None, trainer=TrainerConfig(), evaluated_fields={"old_logprob": "logprobs"}
         )
         self.ranks = [Worker(f"policy-{rank}", rank) for rank in range(RANKS)]
         self.policy = TrainerGroup(self.ranks, [SimpleNamespace()] * RANKS, trained)  # type: ignore[arg-type, list-item]
