@@ -34,6 +34,17 @@ def settings(home: Path, name: str, **changes: Any) -> dict[str, Any]:
     return {**values, **own, **changes}
 
 
+def make_scorer(home: Path) -> None:
+    """Create the model with a score head from which critic and reward models start."""
+    torch.manual_seed(2)
+    shape = AutoConfig.from_pretrained(home / "model", num_labels=1)
+    scorer = AutoModelForSequenceClassification.from_config(shape)
+    scorer.score.weight.data.normal_(0, 0.2)
+    scorer.save_pretrained(home / "value")
+    for path in (home / "model").glob("*token*"):
+        shutil.copy(path, home / "value")
+
+
 @pytest.fixture(scope="session")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of an undisturbed run in which no role shares a device."""
@@ -42,13 +53,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(home: Path) -> None:
         task(home)
-        torch.manual_seed(2)
-        shape = AutoConfig.from_pretrained(home / "model", num_labels=1)
-        scorer = AutoModelForSequenceClassification.from_config(shape)
-        scorer.score.weight.data.normal_(0, 0.2)
-        scorer.save_pretrained(home / "value")
-        for path in (home / "model").glob("*token*"):
-            shutil.copy(path, home / "value")
+        make_scorer(home)
         launched = Launched.start(home / "runs/apart", str(write(home, settings(home, "apart"))))
         assert launched.finish() == 0, launched.text()
 
@@ -63,11 +68,15 @@ def start(home: Path, folder: Path, hold: dict[str, Any] | None = None, **change
 def assert_same(launched: Launched, home: Path) -> None:
     """Check that the run ended by itself, with the models and metrics of the run without shared devices."""
     assert launched.finish() == 0, launched.text()
-    whole = home / "runs/apart"
+    assert_equal_runs(launched.folder, home / "runs/apart")
+
+
+def assert_equal_runs(run: Path, other: Path) -> None:
+    """Check that policy, critic and metrics of two runs are the same."""
     for folder in ("export", "critic/export"):
         name = Path(folder) / "model.safetensors"
-        assert (launched.folder / name).read_bytes() == (whole / name).read_bytes(), folder
-    assert measured(launched.folder) == measured(whole)
+        assert (run / name).read_bytes() == (other / name).read_bytes(), folder
+    assert measured(run) == measured(other)
 
 
 def measured(run: Path) -> list[dict[str, float]]:

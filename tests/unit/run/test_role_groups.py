@@ -205,6 +205,26 @@ def test_roles_take_their_steps_at_the_same_time() -> None:
     assert policy.open_calls == critic.open_calls == []
 
 
+def test_roles_that_share_devices_take_their_steps_one_after_the_other() -> None:
+    policy, critic = Trainee("policy"), Trainee("critic")
+    policy.turns = critic.turns
+    trained = TrainedRoles([policy, critic])  # type: ignore[list-item]
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(trained.step, {"critic": [10, 11, 12], "policy": [0, 1]})
+        until(lambda: len(critic.calls) == 2)
+        for number in range(3):
+            until(lambda number=number: len(critic.calls) > number)
+            assert policy.calls == [], "the policy is not asked before the critic's last step"
+            answer(critic, number)
+        until(lambda: len(policy.calls) == 2)
+        assert critic.open_calls == []
+        for number in range(2):
+            answer(policy, number)
+        found = result.result(10)
+    losses = {role: [each["loss"] for each in steps] for role, steps in found.items()}
+    assert losses == {"critic": [10, 11, 12], "policy": [0, 1]}
+
+
 def test_a_failure_of_one_role_leaves_the_open_calls_of_the_other() -> None:
     policy, critic = Trainee("policy"), Trainee("critic")
     trained = TrainedRoles([policy, critic])  # type: ignore[list-item]
