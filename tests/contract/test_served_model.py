@@ -12,7 +12,9 @@ from lockstep.config.recipes import GRPOConfig
 from lockstep.run.planning.prepare import resolve_adapters
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
+from lockstep.train.fsdp.parallelize import move_weights
 from lockstep.train.fsdp.sharded_model import FSDP2ServedModel
+from lockstep.train.served_model_service import ServedModelService
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +78,30 @@ def test_a_policy_that_starts_from_an_adapter_is_served_with_it(folder: Path) ->
         assert one["logprobs"].tobytes() == other["reference_logprobs"].tobytes()
         assert np.abs(one["logprobs"] - without["logprobs"]).max() > 1e-3
     assert not FSDP2Trainer(config.policy, ParallelContext()).has_reference
+
+
+def test_offloading_changes_no_bit_and_an_offloaded_model_does_not_compute(folder: Path) -> None:
+    role, rows = sr.role(folder, "qwen2"), sr.batch(folder, "qwen2", 400).everything().spread(1)
+    service = ServedModelService(role.model_dump(mode="json"), device="cpu")
+    for call in (service.offload, service.onload):
+        with pytest.raises(RuntimeError, match="call setup"):
+            call()
+    service.setup()
+    (encoded,) = rows.encode()
+    before = service.evaluate(encoded, ["logprobs"])
+    for _ in range(2):
+        service.offload()
+        with pytest.raises(RuntimeError, match=r"reference model is offloaded .*call onload"):
+            service.evaluate(encoded, ["logprobs"])
+    for _ in range(2):
+        service.onload()
+        again = service.evaluate(encoded, ["logprobs"])
+        assert [each["logprobs"].tobytes() for each in again] == [each["logprobs"].tobytes() for each in before]
+
+
+def test_offloading_moves_every_weight(folder: Path) -> None:
+    model = FSDP2ServedModel(sr.role(folder, "llama"), ParallelContext())
+    meta = tr.torch.device("meta")  # stands for the memory of another device
+    move_weights(model.model, meta, model.ranks.device)
+    tensors = [*model.model.parameters(), *model.model.buffers()]
+    assert tensors and {each.device.type for each in tensors} == {"meta"}

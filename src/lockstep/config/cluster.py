@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -119,26 +119,68 @@ class RolePlacement(Section):
     """CPU cores that are reserved for each process."""
 
 
+COLOCATED_PAIRS: Mapping[str, tuple[PlacedRole, PlacedRole]] = {
+    "actor_ref": ("policy", "reference"),
+    "critic_reward": ("critic", "reward_model"),
+}
+"""Short names of sets of roles, those of OpenRLHF."""
+_SETS_EXPECTED = (
+    f"expected all, a list of roles ({', '.join(PLACED_ROLES)}), or a list of such lists, where "
+    f"{' and '.join(COLOCATED_PAIRS)} are short for [policy, reference] and [critic, reward_model]"
+)
+
+
 class PlacementConfig(Section):
-    """The placement of roles on several nodes (`cluster.kind: ray`)."""
+    """The placement of roles on several nodes (`cluster.kind: ray`), and which of them share devices."""
 
     strategy: Literal["pack", "spread"] = "pack"
     """`pack` fills a node before it uses the next one, `spread` uses as many nodes as there are."""
-    colocate: Literal["all"] | tuple[PlacedRole, ...] = ()
-    """Roles whose processes share GPUs (`all` or `[policy, rollout]`): engines sleep while the trainer trains. With
-    `rollout.engine.kind: vllm` their weights and KV cache leave the GPU in the meantime."""
+    colocate: Literal["all"] | tuple[tuple[PlacedRole, ...], ...] = ()
+    """Sets of roles whose processes share devices, rank beside rank: `all`, one set (`[policy, rollout]`) or several
+    (`[[policy, reference], [critic, reward_model]]`, short `[actor_ref, critic_reward]`). The roles of a set take
+    turns. Those that do not compute leave the devices, trained roles as their `trainer.offload` says; engines sleep:
+    with `rollout.engine.kind: vllm` their weights and KV cache leave the GPU."""
     policy: RolePlacement = RolePlacement()
     critic: RolePlacement = RolePlacement()
     rollout: RolePlacement = RolePlacement()
     reference: RolePlacement = RolePlacement()
     """Without a section `reference`, the reference model is on the policy's ranks."""
     reward_model: RolePlacement = RolePlacement()
-    """For each reward model of `reward.terms`; `nodes` and `gpus_per_node` for the first of them."""
+    """For each reward model of `reward.terms`."""
+
+    @field_validator("colocate", mode="before")
+    @classmethod
+    def _read_sets(cls, value: Any) -> Any:
+        """One set is a list of roles; the short name of a set stands for it."""
+        if isinstance(value, str):
+            value = value if value == "all" else [value]
+        if isinstance(value, list | tuple):
+            value = [COLOCATED_PAIRS.get(each, each) if isinstance(each, str) else each for each in value]
+            roles = [each for each in value if isinstance(each, str)]
+            if roles and len(roles) < len(value):
+                raise ValueError(f"roles and sets of roles in one list: {_SETS_EXPECTED}")
+            value = [value] if roles else value
+            for each in value:
+                if not isinstance(each, list | tuple) or not set(map(str, each)) <= set(PLACED_ROLES):
+                    raise ValueError(f"{each}: {_SETS_EXPECTED}")
+        return value
 
     @model_validator(mode="after")
-    def _check_colocate(self) -> Self:
-        if self.colocate and self.colocate != "all" and set(self.colocate) != {"policy", "rollout"}:
-            raise ValueError(f"colocate {list(self.colocate)}: expected all, or [policy, rollout]")
+    def _check_sets(self) -> Self:
+        if self.colocate == "all":
+            return self
+        names = [role for roles in self.colocate for role in roles]
+        for roles in self.colocate:
+            if len(roles) < 2:
+                raise ValueError(f"colocate {list(roles)}: a set has two roles or more: {_SETS_EXPECTED}")
+            if "rollout" in roles and "policy" not in roles:
+                raise ValueError(
+                    f"colocate {list(roles)}: engines get their weights from the policy, so that rollout can share "
+                    "devices only with the policy: add policy to the set, or leave rollout out"
+                )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"colocate names {', '.join(twice)} twice: a role shares the devices of one set")
         return self
 
     def of_role(self, role: str) -> RolePlacement | None:
@@ -146,7 +188,15 @@ class PlacementConfig(Section):
         section = section_of_role(role)
         return getattr(self, section) if section in PLACED_ROLES else None
 
+    def set_of(self, role: str) -> tuple[str, ...]:
+        """The sections of the roles that share devices with this one, itself included; only itself if it has devices of
+        its own."""
+        section = section_of_role(role)
+        if self.colocate == "all":
+            return PLACED_ROLES if section in PLACED_ROLES else (section,)
+        return next((roles for roles in self.colocate if section in roles), (section,))
+
     @property
     def shared(self) -> bool:
-        """Whether engines and trainer ranks take turns on the same GPUs."""
-        return bool(self.colocate)
+        """Whether engines and the policy's ranks take turns on the same devices."""
+        return "rollout" in self.set_of("policy")

@@ -11,6 +11,7 @@ from lockstep.config.data import DatasetConfig, ProceduralTask, TrainingDataConf
 from lockstep.config.fault_tolerance import RecoveryConfig, WatchConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.reward import RewardConfig
+from lockstep.config.roles import REWARD_MODEL
 from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.section import Section
 from lockstep.config.serve_role import ServeRole, reward_model_roles
@@ -279,7 +280,7 @@ class RunConfig(Section):
         return TrainRole(
             name="policy",
             model=self.model,
-            trainer=self.trainer,
+            trainer=self.trainer_of("policy", self.model, self.trainer),
             objective=self.objective,
             communication=self.communication,
             seed=self.seed,
@@ -288,6 +289,24 @@ class RunConfig(Section):
             served_fields=tuple(name for role in self.serve_roles for name in role.fields) + self.precomputed_fields,
             precomputed_fields=self.precomputed_fields,
         )
+
+    def has_placed_role(self, section: str) -> bool:
+        """Whether the run has processes of a role, which `placement` calls by this name."""
+        if section == "rollout":
+            return self.needs_engines
+        if section == REWARD_MODEL:
+            return bool(reward_model_roles(self))
+        return section == "policy" or getattr(self, section, None) is not None
+
+    def device_set(self, role: str) -> tuple[str, ...]:
+        """The sections of the run's roles that share devices with this one, itself included."""
+        return tuple(section for section in self.placement.set_of(role) if self.has_placed_role(section))
+
+    def trainer_of(self, role: str, model: ModelConfig, trainer: TrainerConfig) -> TrainerConfig:
+        """A role's trainer, with what it offloads."""
+        shared = len(self.device_set(role)) > 1
+        offload = trainer.offload.resolved(shared, movable=model.quantization is None)
+        return trainer.model_copy(update={"offload": offload})
 
     @property
     def precomputed_fields(self) -> tuple[str, ...]:

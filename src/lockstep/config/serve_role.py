@@ -115,8 +115,3 @@ def check_reference(config: "RunConfig", reference: ReferenceConfig, unneeded: s
             "the reference of a policy with model.quantization is its quantized model without the adapter, which only "
             "the policy's ranks hold, at no extra memory: leave reference out, or set reference.path"
         )
-    if config.placement.colocate == "all":
-        raise ValueError(
-            "placement.colocate all lets all roles share GPUs, but the ranks of reference need GPUs of their own: set "
-            "placement.colocate=[policy, rollout], or leave reference out"
-        )

@@ -41,14 +41,29 @@ class LRScheduleConfig(Section):
 
 
 class OffloadConfig(Section):
-    """State that moves to host memory while engines generate on the trainer's GPU, and back for training."""
+    """State that moves to host memory while engines generate, or while another role computes on the same devices
+    (`placement.colocate`), and back before the role computes. When absent: both, if the role shares its devices, else
+    nothing; quantized parameters stay."""
 
-    parameters: bool = False
-    optimizer: bool = False
+    parameters: bool | None = None
+    optimizer: bool | None = None
 
     @property
     def anything(self) -> bool:
-        return self.parameters or self.optimizer
+        return bool(self.parameters or self.optimizer)
+
+    def resolved(self, shared: bool, movable: bool) -> "OffloadConfig":
+        """The config without absent values.
+
+        Args:
+            shared: whether the role shares its devices.
+            movable: whether its parameters can leave the device.
+        """
+        parameters, optimizer = self.parameters, self.optimizer
+        return OffloadConfig(
+            parameters=shared and movable if parameters is None else parameters,
+            optimizer=shared if optimizer is None else optimizer,
+        )
 
 
 TRAINER_KINDS = ["fsdp2"]

@@ -32,6 +32,7 @@ from lockstep.rollout.client.multi_turn import make_client
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import EngineAPI
 from lockstep.run.checkpoint_manager import restore_checkpoint
+from lockstep.run.devices.device_turns import DeviceTurns, EngineTurn, divide_into_waves, turns_by_role
 from lockstep.run.errors import Interrupted, NotStarted, RunRefused
 from lockstep.run.evaluation.evaluator import CompletionQuality, Evaluator, Measurement, PairAccuracy, ValidationLoss
 from lockstep.run.interrupt import InterruptHandler
@@ -248,13 +249,15 @@ def _start_run(
         with reporter.stage("start"):
             launcher = RunWorkerLauncher(prepared, cluster, ledger.generation)
             ranks, servers, workers = launch_all(prepared, launcher)
+            turns = turns_by_role(config)
             served = [
-                ServedGroup(role, [w for w in servers if w.spec.role == role.name], launcher, recovery)
+                ServedGroup(
+                    role, [w for w in servers if w.spec.role == role.name], launcher, recovery, turns[role.name]
+                )
                 for role in config.serve_roles
             ]
-            trained, start = _start_trainers(prepared, ledger, ranks)
-            for group in served:
-                group.finish_setup()
+            trained = _set_up_models(prepared, ranks, served, turns)
+            start = _restore(prepared, ledger, trained)
             engines = None
             if workers:
                 _warn_slow_engines(workers)
@@ -264,8 +267,10 @@ def _start_run(
                 )
                 closing.callback(engines.close)
             terms = _served_terms(config, served, interrupt)
-            roles = _make_roles(prepared, ledger, reporter, launcher, recovery, trained, engines, start, terms)
-            roles.served = served
+            roles = RunRoles(trained, prepared.data.samples, engines, served=served)
+            if engines is not None:
+                roles.engine_turn = EngineTurn(turns["rollout"], engines.sleep, trained.offload)
+            _add_roles(roles, prepared, ledger, reporter, launcher, recovery, start, terms)
             memory = MemoryCheckpointer(trained, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
         context = RecoveryContext(recovery, launcher, memory)
@@ -274,25 +279,46 @@ def _start_run(
         yield Run(prepared.config, prepared.folder, ledger, roles, reporter, interrupt, start, context, callbacks)
 
 
-def _start_trainers(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainedRoles, int]:
-    """Sets up the trainer ranks and loads the newest checkpoint. Returns the roles and the number of steps done."""
-    ready, groups = set_up_ranks(workers), []
-    for role in prepared.config.train_roles:
-        group = TrainerGroup(*ready[role.name], role)
-        groups.append(group)
-        name = f"{role.name}: " if len(prepared.config.train_roles) > 1 else ""
-        _log_packing(name, role, group.info)
+def _set_up_models(
+    prepared: PreparedRun, workers: Sequence[Worker], served: Sequence[ServedGroup], turns: Mapping[str, DeviceTurns]
+) -> TrainedRoles:
+    """Makes all ranks load their models, at the same time except for roles that share devices."""
+    roles = prepared.config.train_roles
+    everything: list[TrainRole | ServedGroup] = [*served, *reversed(roles)]  # so that the policy is the last
+    groups: dict[str, TrainerGroup] = {}
+
+    def turns_of(each: TrainRole | ServedGroup) -> DeviceTurns:
+        return turns[each.name] if isinstance(each, TrainRole) else each.turns
+
+    for wave in divide_into_waves(everything, turns_of):
+        loading = [each for each in wave if isinstance(each, ServedGroup)]
+        for each in loading:
+            each.begin_setup()
+        trained = {role.name: role for role in roles if role in wave}
+        for name in trained:
+            turns[name].vacate()
+        ready = set_up_ranks([worker for worker in workers if worker.spec.role in trained])
+        groups |= {name: TrainerGroup(*ready[name], role, turns[name]) for name, role in trained.items()}
+        for each in loading:
+            each.finish_setup()
+    return TrainedRoles([groups[role.name] for role in roles])
+
+
+def _restore(prepared: PreparedRun, ledger: Ledger, trained: TrainedRoles) -> int:
+    """Loads the newest checkpoint into the trained roles. Returns the number of steps done."""
+    for group in trained.values():
+        name = f"{group.role.name}: " if len(trained) > 1 else ""
+        _log_packing(name, group.role, group.info)
         if group.info.slower:
             log.warning("%s%s", name, group.info.slower)
-    trained = TrainedRoles(groups)
     try:
         start = restore_checkpoint(trained, ledger)
     except RemoteError as error:
         if prepared.parent is None or error.code != CheckpointError.error_code:
             raise
         raise prepared.parent.unusable(f"cannot be loaded ({error.message})") from error
-    _warn_new_heads(prepared, groups, start)
-    return trained, start
+    _warn_new_heads(prepared, list(trained.values()), start)
+    return start
 
 
 def _warn_new_heads(prepared: PreparedRun, groups: Sequence[TrainerGroup], start: int) -> None:
@@ -338,19 +364,18 @@ def _served_terms(
     return found
 
 
-def _make_roles(
+def _add_roles(
+    roles: RunRoles,
     prepared: PreparedRun,
     ledger: Ledger,
     reporter: RunReporter,
     launcher: RunWorkerLauncher,
     recovery: RecoveryManager,
-    trained: TrainedRoles,
-    engines: RolloutClient | None,
     version: int,
     terms: Mapping[int, ServedModelTerm],
-) -> RunRoles:
-    config, cluster, policy = prepared.config, launcher.cluster, trained.policy
-    roles = RunRoles(trained, prepared.data.samples)
+) -> None:
+    """Adds what the run needs besides models and engines: scorers, evaluation, and what belongs to engines."""
+    config, cluster, policy, engines = prepared.config, launcher.cluster, roles.trained.policy, roles.engines
     if config.reward is not None:
         scored = prepared.data.scored
         roles.rewards = ScorerPool(cluster, config.reward, data=scored, note=recovery.note, served=terms)
@@ -366,7 +391,6 @@ def _make_roles(
         measurements.append(CompletionQuality(config.evaluation, prompts, sampling, engines, roles.rewards))
     if measurements:
         roles.evaluator = Evaluator(measurements, ledger, reporter)
-    return roles
 
 
 def _add_engine_roles(
@@ -378,11 +402,10 @@ def _add_engine_roles(
     version: int,
 ) -> None:
     """Adds what a run with engines has: they get the weights of `version`, and prompts to complete."""
-    config, cluster, trained, policy = prepared.config, launcher.cluster, roles.trained, roles.trained.policy
-    roles.engines = engines
+    config, cluster, policy = prepared.config, launcher.cluster, roles.trained.policy
     setup = prepared, policy, engines.workers, cluster, launcher
     delivery, devices = make_weight_delivery(*setup), make_device_sync(*setup)
-    roles.weights = WeightPublisher(policy, engines, delivery, ledger, devices, trained.offload)
+    roles.weights = WeightPublisher(policy, engines, delivery, ledger, devices, roles.before_generation)
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if (wanted := config.generation) is not None:

@@ -20,6 +20,7 @@ from lockstep.report.step_callbacks import StepCallbacks
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.run.checkpoint_manager import CheckpointManager
+from lockstep.run.devices.device_turns import EngineTurn
 from lockstep.run.errors import Interrupted
 from lockstep.run.evaluation.early_stopping import STOP_EVENT, stop_reason
 from lockstep.run.evaluation.evaluator import Evaluator
@@ -63,6 +64,15 @@ class RunRoles:
     rollouts: RolloutBuffer | None = None
     evaluator: Evaluator | None = None
     served: Sequence[ServedGroup] = ()
+    engine_turn: EngineTurn | None = None
+    """When engines use devices that other roles use, too."""
+
+    def before_generation(self) -> None:
+        """Makes other roles leave the engines' devices; without engines, frees those that the config says."""
+        if self.engine_turn is None:
+            self.trained.offload()
+        else:
+            self.engine_turn.begin()
 
 
 class Run:
@@ -227,11 +237,11 @@ class Run:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times and shows a stage of the current step. If the config says so, the trainer frees its GPUs while engines
-        generate, and engines free theirs while the trainer trains."""
+        """Times and shows a stage of the current step. Before engines generate, other roles leave their devices;
+        engines sleep while the trainer uses them."""
         with self.reporter.stage(name):
             if name in GENERATION_STAGES:
-                self.trained.offload()
+                self.roles.before_generation()
             if name in TRAINING_STAGES and self.config.placement.shared and self.roles.engines is not None:
                 self.roles.engines.sleep()
             yield
@@ -282,7 +292,8 @@ class Run:
 
     def annotate(self, batch: TrainingBatch, without: Collection[str] = (), **others: TrainingBatch) -> None:
         """Adds to the batch's targets what the policy's objective needs before the first update of a step, such as old
-        log-probabilities and those of the reference. All roles compute at the same time.
+        log-probabilities and those of the reference. All roles compute at the same time,
+        unless they share devices.
 
         Args:
             without: fields that this step does not need.

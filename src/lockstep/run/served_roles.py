@@ -11,17 +11,19 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from lockstep.base.text import count_noun
+from lockstep.base.text import count_noun, first_line
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError, gather_results
 from lockstep.cluster.rpc.remote_worker import worker_and_node
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, failed_worker, is_effect
 from lockstep.config.algorithm import ModelOutput
+from lockstep.config.roles import name_of_ranks
 from lockstep.config.serve_role import ServeRole
 from lockstep.data.forest import Forest
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import TrainingBatch, pack
+from lockstep.run.devices.device_turns import DeviceTurns, divide_into_waves
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.trainer_group import PendingFields, TrainerGroup
 from lockstep.train.served_model import ServedModelAPI
@@ -34,25 +36,56 @@ class ServedGroup:
     """The ranks of a served role.
 
     Args:
-        workers: its processes; `setup` makes them load the model.
+        workers: its processes; `begin_setup` makes them load the model.
+        turns: those of its devices; None if it shares them with no other role.
     """
 
     def __init__(
-        self, role: ServeRole, workers: Sequence[Worker], launcher: WorkerLauncher, manager: RecoveryManager
+        self,
+        role: ServeRole,
+        workers: Sequence[Worker],
+        launcher: WorkerLauncher,
+        manager: RecoveryManager,
+        turns: DeviceTurns | None = None,
     ) -> None:
         self.role, self._launcher, self._manager = role, launcher, manager
-        self._begin_setup(workers)
-
-    def _begin_setup(self, workers: Sequence[Worker]) -> None:
+        self.turns = turns or DeviceTurns()
+        self.turns.join(self)
         self.workers = list(workers)
+        self._offloaded = True  # nothing is on the devices before the setup
+
+    def begin_setup(self) -> None:
+        """Makes the ranks load the model, and returns at once unless other roles have to leave the devices."""
+        self.turns.begin(self)
+        self._offloaded = False
+        workers = self.workers
         names = [worker_and_node(worker) for worker in workers]
         self._setup: list[PendingResult[RankInfo]] = [worker.submit(ServedModelAPI.setup, names) for worker in workers]
 
     def finish_setup(self) -> None:
-        """Waits until the ranks have loaded the model, which they begin when the group is created."""
+        """Waits until the ranks have loaded the model."""
         self.info = gather_results(self._setup, why=f"load the {self.role.name} model")[0]
         if self.info.slower:
             log.warning("%s", self.info.slower)
+
+    def offload(self) -> None:
+        """Moves the weights to host memory, once the ranks have done what they were asked before. Ranks that fail are
+        killed, so that they leave the devices all the same; their next use says so."""
+        if self._offloaded:
+            return
+        self._offloaded = True
+        try:
+            gather_results([worker.submit(ServedModelAPI.offload) for worker in self.workers], why="offload")
+        except (RemoteError, WorkerDied, Stalled) as error:
+            log.warning("%s could not leave the devices: %s", name_of_ranks(self.role.name), first_line(error))
+            self._launcher.kill(self.workers)
+
+    def _begin_turn(self) -> None:
+        """Makes other roles leave the devices, and brings the weights back."""
+        self.turns.begin(self)
+        if self._offloaded:
+            gather_results([worker.submit(ServedModelAPI.onload) for worker in self.workers], why="onload")
+            self._offloaded = False
 
     def begin_fields(self, batch: TrainingBatch, everything: MiniBatch) -> PendingFields:
         """Asks the ranks for the role's fields. They get the policy's rows, unless this model needs another packing.
@@ -71,6 +104,7 @@ class ServedGroup:
         return batch, self._begin(batch.everything(), {"score": "scores"})
 
     def _begin(self, minibatch: MiniBatch, fields: Mapping[str, ModelOutput]) -> PendingFields:
+        self._begin_turn()
         minibatch = minibatch.spread(len(self.workers))
         outputs = list(dict.fromkeys(fields.values()))
         calls = [
@@ -95,8 +129,10 @@ class ServedGroup:
         self._manager.decide(failure, error)
         while True:
             self._launcher.kill(self.workers)
+            self._offloaded = True
             try:
-                self._begin_setup(self._launcher.launch(self.role.name, range(self.role.ranks)))
+                self.workers = list(self._launcher.launch(self.role.name, range(self.role.ranks)))
+                self.begin_setup()
                 self.finish_setup()
                 break
             except (RemoteError, WorkerDied, Stalled) as start_error:
@@ -129,25 +165,39 @@ class ServedScorer:
         return self._group.info.context_length - 1  # the target of a score has a place after the last token
 
     def begin(self, forest: Forest, token_budget: int) -> Callable[[], np.ndarray]:
-        batch, begun = self._group.begin_scores(forest, token_budget)
+        """Raises GaveUp, or RemoteError, WorkerDied, Stalled if a restart cannot help or another role failed."""
+        batch, begun = self._submit(forest, token_budget)
 
         def scores() -> np.ndarray:
-            """Raises GaveUp, or RemoteError, WorkerDied, Stalled if a restart cannot help."""
+            """Raises what `begin` raises."""
             pending = begun
             while True:
                 try:
                     gather_results(pending.calls, why=f"scores of {count_noun(batch.targets, 'text')}")
                     break
                 except (RemoteError, WorkerDied, Stalled) as error:
-                    with self._restarting():
-                        self._group.restart(error)
-                    pending = self._group.begin_scores(forest, token_budget)[1]
+                    self._restart(error)
+                    pending = self._submit(forest, token_budget)[1]
             pending.store(batch)
             found = np.empty(batch.targets, np.float32)
             found[batch.sequences] = batch.fields["score"]
             return found
 
         return scores
+
+    def _submit(self, forest: Forest, token_budget: int) -> tuple[TrainingBatch, PendingFields]:
+        """Asks the ranks; if one fails before they compute, all are replaced."""
+        while True:
+            try:
+                return self._group.begin_scores(forest, token_budget)
+            except (RemoteError, WorkerDied, Stalled) as error:
+                if not self._group.failed(error):  # a role that should have left the devices
+                    raise
+                self._restart(error)
+
+    def _restart(self, error: CallError) -> None:
+        with self._restarting():
+            self._group.restart(error)
 
 
 def annotate_batches(
@@ -157,7 +207,8 @@ def annotate_batches(
     without: Collection[str] = (),
 ) -> None:
     """Adds to the targets of batches what the objectives of their roles need before the first update of a step. All
-    roles compute at the same time. A served role that fails is restarted and computes again.
+    roles compute at the same time, except those that share devices, which compute one after the other: served ones, and
+    then the trained ones. A served role that fails is restarted and computes again.
 
     Args:
         batches: trained roles with their batches, the policy first, whose batch gets the fields of served roles.
@@ -173,22 +224,48 @@ def annotate_batches(
         return
     batch = batches[0][1]
     everything = batch.everything()
-    own = [group.begin_fields(everything if each is batch else each.everything(), without) for group, each in batches]
-    pending = {group: group.begin_fields(batch, everything) for group in served}
-    why = " and ".join(name for each in (*own, *pending.values()) for name in each.fields)
+    groups: list[TrainerGroup | ServedGroup] = [*served, *(group for group, _ in batches)]
+    own: list[tuple[TrainerGroup, TrainingBatch, PendingFields]] = []
+    found: list[PendingFields] = []
+    for wave in divide_into_waves(groups, lambda group: group.turns):
+        of_wave = [
+            (group, each, group.begin_fields(everything if each is batch else each.everything(), without))
+            for group, each in batches
+            if group in wave
+        ]
+        asked = [group for group in wave if isinstance(group, ServedGroup)]
+        found += _wait_for_fields([fields for *_, fields in of_wave], asked, batch, everything, restarting)
+        own += of_wave
+    for group, of_role, fields in own:
+        group.close_calls(fields.calls)
+        fields.store(of_role)
+    for each in found:
+        each.store(batch)
+
+
+def _wait_for_fields(
+    own: Sequence[PendingFields],
+    served: Sequence[ServedGroup],
+    batch: TrainingBatch,
+    everything: MiniBatch,
+    restarting: Callable[[], AbstractContextManager[None]],
+) -> list[PendingFields]:
+    """Asks served roles for their fields, and waits for them and for those that trained roles are computing. Returns
+    the fields of the served roles. Raises what `annotate_batches` raises."""
+    pending: dict[ServedGroup, PendingFields] = {}
     while True:
         try:
-            gather_results([call for each in (*own, *pending.values()) for call in each.calls], why=why)
-            break
+            for group in served:
+                if group not in pending:
+                    pending[group] = group.begin_fields(batch, everything)
+            parts = [*own, *pending.values()]
+            why = " and ".join(name for each in parts for name in each.fields)
+            gather_results([call for each in parts for call in each.calls], why=why)
+            return list(pending.values())
         except (RemoteError, WorkerDied, Stalled) as error:
-            failed = next((group for group in pending if group.failed(error)), None)
+            failed = next((group for group in served if group.failed(error)), None)
             if failed is None:
                 raise
             with restarting():
                 failed.restart(error)
-            pending[failed] = failed.begin_fields(batch, everything)
-    for (group, of_role), fields in zip(batches, own, strict=True):
-        group.close_calls(fields.calls)
-        fields.store(of_role)
-    for each in pending.values():
-        each.store(batch)
+            pending.pop(failed, None)

@@ -11,6 +11,7 @@ from lockstep.cluster.protocol import PendingResult
 from lockstep.cluster.rpc.futures import gather_results, settled_at
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.data.micro_batch import MiniBatch
+from lockstep.run.devices.device_turns import divide_into_waves
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.checkpoints.checkpoint_retention import part_folder
 from lockstep.train.trainer_protocol import StepStats
@@ -56,7 +57,8 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
         return part_folder(folder, role, self._groups)
 
     def step(self, minibatches: Mapping[str, Iterable[MiniBatch]]) -> dict[str, list[dict[str, float]]]:
-        """Trains several roles at the same time, with one optimizer step for each mini-batch.
+        """Trains several roles, with one optimizer step for each mini-batch: at the same time, except those that share
+        devices, which are trained one after the other in the order of `minibatches`.
 
         Each role has the next step in its queue while it does one, so that ranks need not wait for the controller. It
         has no more than that, so that after a failure of another role it has soon finished.
@@ -72,6 +74,14 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
                 waits for them.
         """
         metrics: dict[str, list[dict[str, float]]] = {role: [] for role in minibatches}
+        for wave in divide_into_waves(minibatches, lambda role: self[role].turns):
+            self._step_together({role: minibatches[role] for role in wave}, metrics)
+        return metrics
+
+    def _step_together(
+        self, minibatches: Mapping[str, Iterable[MiniBatch]], metrics: dict[str, list[dict[str, float]]]
+    ) -> None:
+        """Trains several roles at the same time, and adds the metrics of their steps."""
         ended = dict.fromkeys(minibatches, time.monotonic())
         under_way: dict[str, SubmittedStep] = {}
         for of_roles in zip_longest(*minibatches.values()):
@@ -80,7 +90,6 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
             self._finish_steps(under_way, metrics, ended)
             under_way = submitted
         self._finish_steps(under_way, metrics, ended)
-        return metrics
 
     def _finish_steps(
         self, steps: Mapping[str, SubmittedStep], metrics: dict[str, list[dict[str, float]]], ended: dict[str, float]
@@ -100,8 +109,8 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
     def evaluate(
         self, wanted: Mapping[str, tuple[MiniBatch, Sequence[TrainerOutput]]]
     ) -> dict[str, list[list[dict[str, np.ndarray]]]]:
-        """Evaluates several roles at the same time. Returns what `TrainerGroup.evaluate` returns, by role. Raises what
-        `step` raises.
+        """Evaluates several roles, at the same time unless they share devices. Returns what `TrainerGroup.evaluate`
+        returns, by role. Raises what `step` raises.
 
         Args:
             wanted: the mini-batch and the wanted values, by role.
@@ -137,6 +146,7 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
             group.load_from_memory(self.part_folder(folder, name), version)
 
     def offload(self) -> None:
-        """Frees the devices of the roles whose config says so."""
+        """Frees the devices of the roles whose config says so, except of those that take turns with others on them."""
         for group in self._groups.values():
-            group.offload()
+            if not group.turns.shared:
+                group.offload()

@@ -14,6 +14,7 @@ from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import TrainingBatch
+from lockstep.run.devices.device_turns import DeviceTurns
 from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
 from lockstep.train.trainer_protocol import StepStats
@@ -22,8 +23,8 @@ R = TypeVar("R")
 
 
 def set_up_ranks(workers: Sequence[Worker]) -> dict[str, tuple[list[Worker], list[TrainerInfo]]]:
-    """Makes the ranks of each role connect to each other and load the model, all roles at the same time. Returns the
-    workers and their answers, by role."""
+    """Makes the ranks of each role connect to each other and load the model, all roles at the same time: the devices
+    must be free. Returns the workers and their answers, by role."""
     names: dict[str, list[str]] = {}
     for worker in workers:
         names.setdefault(worker.spec.role, []).append(worker_and_node(worker))
@@ -54,10 +55,21 @@ class PendingFields:
 
 
 class TrainerGroup:
-    """The trainer ranks of one role."""
+    """The trainer ranks of one role, which are set up."""
 
-    def __init__(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo], role: TrainRole) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        infos: Sequence[TrainerInfo],
+        role: TrainRole,
+        turns: DeviceTurns | None = None,
+    ) -> None:
+        """Args:
+        turns: those of its devices; None if it shares them with no other role.
+        """
         self.role, self.objective = role, role.objective
+        self.turns = turns or DeviceTurns()
+        self.turns.join(self)
         self._offload = role.trainer.offload
         self.replace_ranks(workers, infos)
 
@@ -77,7 +89,7 @@ class TrainerGroup:
         self, minibatch: MiniBatch, want: Sequence[TrainerOutput]
     ) -> list[PendingResult[list[dict[str, np.ndarray]]]]:
         """Submits an evaluation to all ranks and returns at once; see `evaluate`."""
-        self.onload()
+        self.begin_turn()
         return self._opened(
             [
                 worker.submit(TrainerAPI.evaluate, encoded, list(want))
@@ -100,14 +112,20 @@ class TrainerGroup:
         return batch.fields.pop(output)
 
     def offload(self) -> None:
-        """Moves state to host memory while engines generate, if the config says so; other methods bring it back."""
+        """Moves the state that the config names to host memory, once the ranks have done what they were asked before;
+        other methods bring it back."""
         if self._offload.anything and not self._offloaded:
-            moved = self._offload.parameters, self._offload.optimizer
+            moved = bool(self._offload.parameters), bool(self._offload.optimizer)
             gather_identical([worker.submit(TrainerAPI.offload, *moved) for worker in self.workers], why="offload")
             self._offloaded = True
 
-    def onload(self) -> None:
-        """Brings offloaded state back."""
+    def ranks_killed(self) -> None:
+        """Marks the ranks as killed: they have left their devices."""
+        self._offloaded = True
+
+    def begin_turn(self) -> None:
+        """Makes other roles leave the devices, and brings offloaded state back."""
+        self.turns.begin(self)
         if self._offloaded:
             gather_identical([worker.submit(TrainerAPI.onload) for worker in self.workers], why="onload")
             self._offloaded = False
@@ -126,7 +144,7 @@ class TrainerGroup:
 
     def submit_step(self, minibatch: MiniBatch) -> list[PendingResult[StepStats]]:
         """Submits an optimizer step to all ranks and returns at once; see `step`."""
-        self.onload()
+        self.begin_turn()
         return self._opened(
             [
                 worker.submit(TrainerAPI.step, encoded)
@@ -166,7 +184,7 @@ class TrainerGroup:
         return all(gather_results([worker.submit(TrainerAPI.saved) for worker in self.workers], why="checkpoint"))
 
     def load(self, folder: Path) -> None:
-        self.onload()
+        self.begin_turn()
         gather_identical(
             [worker.submit(TrainerAPI.load, str(folder)) for worker in self.workers], why="load checkpoint"
         )
@@ -177,7 +195,7 @@ class TrainerGroup:
         )
 
     def load_from_memory(self, folder: Path, version: int) -> None:
-        self.onload()
+        self.begin_turn()
         gather_identical(
             [worker.submit(TrainerAPI.load_from_memory, str(folder), version) for worker in self.workers],
             why="load copy",

@@ -40,7 +40,14 @@ class ServedModel(Protocol):
     def evaluate(
         self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[ModelOutput]
     ) -> list[dict[str, np.ndarray]]:
-        """Computes the outputs of each micro-batch, float32 `[targets]`, without gradients."""
+        """Computes the outputs of each micro-batch, float32 `[targets]`, without gradients. Raises RuntimeError while
+        the weights are in host memory."""
+
+    def offload(self) -> None:
+        """Moves the weights to host memory, so that another role can use the device's memory."""
+
+    def onload(self) -> None:
+        """Moves the weights back to the device."""
 
     def close(self) -> None:
         """Leaves the communicators."""
@@ -74,6 +81,14 @@ class ServedModelAPI(ABC):
     @abstractmethod
     def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[ModelOutput]) -> list[dict[str, np.ndarray]]:
         """Returns the requested values of each micro-batch, float32 `[targets]`, computed without gradients."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Moves the weights to host memory. Idempotent."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Moves the weights back to the device. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:

@@ -62,10 +62,20 @@ class ServedModelService(RankService, ServedModelAPI):
         return self._info
 
     def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[ModelOutput]) -> list[dict[str, np.ndarray]]:
+        model = self._ready()
+        current_beacon().stage("evaluate")
+        return model.evaluate(decode_micro_batches(microbatches), outputs)
+
+    def offload(self) -> None:
+        self._ready().offload()
+
+    def onload(self) -> None:
+        self._ready().onload()
+
+    def _ready(self) -> ServedModel:
         if self._model is None:
             raise RuntimeError("the model is not set up; call setup() first")
-        current_beacon().stage("evaluate")
-        return self._model.evaluate(decode_micro_batches(microbatches), outputs)
+        return self._model
 
     def close(self) -> None:
         if self._model is not None:

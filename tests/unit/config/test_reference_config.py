@@ -60,7 +60,6 @@ QLORA = {"path": "m", "adapter": {"r": 4}, "quantization": {}}
         ({"loss": {}}, r"loss.kl.coefficient is 0.*set loss.kl.coefficient above 0, or leave reference out"),
         ({"reference": {"revision": "2"}}, r"reference.revision '2' is a revision of reference.path, which is absent"),
         ({"model": QLORA}, r"model.quantization.*leave reference out, or set reference.path"),
-        ({"placement": {"colocate": "all"}}, r"placement.colocate=\[policy, rollout\], or leave reference out"),
         ({"reference": {"ranks": 0}}, r"reference.ranks"),
         ({"recipe": "sft", "reward": None, "loss": {}}, r"reference: unknown key"),
     ],

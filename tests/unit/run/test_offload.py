@@ -10,6 +10,7 @@ import pytest
 from lockstep.config.loader import check_config
 from lockstep.config.trainer import OffloadConfig, TrainerConfig
 from lockstep.ledger.ledger import Ledger
+from lockstep.run.devices.device_turns import EngineTurn, turns_by_role
 from lockstep.run.interrupt import InterruptHandler
 from lockstep.run.lifecycle import launch_all
 from lockstep.run.recovery.recovery_manager import RecoveryManager
@@ -53,17 +54,21 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
         "placement": {"colocate": colocate},
     }  # fmt: skip
     config = check_config(values, "test")
-    policy = TrainerGroup([worker], [SimpleNamespace()], config.policy)  # type: ignore[list-item]
+    turns = turns_by_role(config)
+    policy = TrainerGroup([worker], [SimpleNamespace()], config.policy, turns["policy"])  # type: ignore[list-item]
     reporter: Any = SimpleNamespace(stage=StageTimers())
     launcher: Any = None
     folder.mkdir(exist_ok=True)
     with Ledger.create(folder / "run", {"name": "x"}) as ledger:
         recovery = RecoveryManager(config.recovery, ledger)
+        roles = RunRoles(TrainedRoles([policy]), [], engines)
+        if engines is not None:
+            roles.engine_turn = EngineTurn(turns["rollout"], engines.sleep, roles.trained.offload)
         return Run(
             config,
             ledger.folder,
             ledger,
-            RunRoles(TrainedRoles([policy]), [], engines),
+            roles,
             reporter,
             InterruptHandler(),
             0,
@@ -106,7 +111,13 @@ def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path,
     engines = SimpleNamespace(sleep=lambda: worker.calls.append(("sleep",)))
     a_step(run_of(tmp_path, worker, {"parameters": True}, "all", engines))
     calls = [call[0] for call in worker.calls]
-    assert calls == ["offload", "sleep", "onload", "evaluate", "sleep", "step", "write_weights", "offload", "save"]
+    assert calls == [
+        *("offload", "sleep", "sleep", "onload", "evaluate", "sleep", "step", "write_weights", "offload", "save")
+    ]
+    assert worker.calls[0] == ("offload", True, True), "the optimizer as well, as nothing says otherwise"
+    worker.calls.clear()
+    a_step(run_of(tmp_path / "stays", worker, {"parameters": False, "optimizer": False}, "all", engines))
+    assert "offload" not in [call[0] for call in worker.calls]
     worker.calls.clear()
     a_step(run_of(tmp_path / "apart", worker, {}, (), engines))
     assert ("sleep",) not in worker.calls

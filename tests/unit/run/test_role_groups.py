@@ -15,6 +15,7 @@ from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.trainer import CheckpointConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoint_manager import CheckpointManager, restore_checkpoint
+from lockstep.run.devices.device_turns import DeviceTurns
 from lockstep.run.recovery.trainer_recovery import MemoryCheckpointer
 from lockstep.run.trained_roles import TrainedRoles
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
@@ -150,7 +151,7 @@ class Trainee:
     """A role whose ranks answer when they are told to."""
 
     def __init__(self, role: str) -> None:
-        self.role, self.calls, self.open_calls = SimpleNamespace(name=role), [], []
+        self.role, self.calls, self.open_calls, self.turns = SimpleNamespace(name=role), [], [], DeviceTurns()
         self.name, self.progress_count, self.last_progress_at = f"{role}-0", 0, time.monotonic()
         self.stall_limit_s = self.notice_after_s = 60.0
 
@@ -202,6 +203,26 @@ def test_roles_take_their_steps_at_the_same_time() -> None:
     seconds = {role: sum(each["train_s"] for each in steps) for role, steps in found.items()}
     assert 0 <= seconds["critic"] < 0.1 < seconds["policy"], "each role's own time"
     assert policy.open_calls == critic.open_calls == []
+
+
+def test_roles_that_share_devices_take_their_steps_one_after_the_other() -> None:
+    policy, critic = Trainee("policy"), Trainee("critic")
+    policy.turns = critic.turns
+    trained = TrainedRoles([policy, critic])  # type: ignore[list-item]
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(trained.step, {"critic": [10, 11, 12], "policy": [0, 1]})
+        until(lambda: len(critic.calls) == 2)
+        for number in range(3):
+            until(lambda number=number: len(critic.calls) > number)
+            assert policy.calls == [], "the policy is not asked before the critic's last step"
+            answer(critic, number)
+        until(lambda: len(policy.calls) == 2)
+        assert critic.open_calls == []
+        for number in range(2):
+            answer(policy, number)
+        found = result.result(10)
+    losses = {role: [each["loss"] for each in steps] for role, steps in found.items()}
+    assert losses == {"critic": [10, 11, 12], "policy": [0, 1]}
 
 
 def test_a_failure_of_one_role_leaves_the_open_calls_of_the_other() -> None:

@@ -15,11 +15,13 @@ from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.fault_tolerance import RecoveryConfig, RestartBudget
 from lockstep.config.model import ModelConfig
 from lockstep.config.serve_role import ServeRole
+from lockstep.config.trainer import OffloadConfig, TrainerConfig
 from lockstep.data.forest_builder import forest_from_documents
 from lockstep.data.micro_batch import decode_micro_batches
 from lockstep.data.mini_batches import TrainingBatch, pack
 from lockstep.data.samples import Document
 from lockstep.ledger.ledger import Ledger
+from lockstep.run.devices.device_turns import DeviceTurns
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.served_roles import ServedGroup, annotate_batches
@@ -50,6 +52,8 @@ class Worker:
         return call
 
     def answer(self, method: str, args: Any) -> Any:
+        if method in ("offload", "onload"):
+            return None
         if method == "setup":
             return SimpleNamespace(packing=self.packing, slower="")
         encoded, outputs = args
@@ -60,7 +64,9 @@ class Worker:
 class Site:
     """A policy on two ranks and a reference on three."""
 
-    def __init__(self, ledger: Ledger, budget: int = 5, packing: str = "forest") -> None:
+    def __init__(
+        self, ledger: Ledger, budget: int = 5, packing: str = "forest", turns: DeviceTurns | None = None
+    ) -> None:
         self.ledger, self.packing, self.started, self.killed = ledger, packing, 0, []
         self.fails: list[Exception] = []
         self.manager = RecoveryManager(RecoveryConfig(reference=RestartBudget(max_restarts=budget)), ledger)
@@ -68,13 +74,13 @@ class Site:
         role = ServeRole(
             name="reference", model=ModelConfig(path="m"), ranks=3, fields={"reference_logprob": "logprobs"}
         )
-        self.reference = ServedGroup(role, self.launch("reference", range(3)), launcher, self.manager)
+        self.reference = ServedGroup(role, self.launch("reference", range(3)), launcher, self.manager, turns)
+        self.reference.begin_setup()
         self.reference.finish_setup()
-        trained: Any = SimpleNamespace(
-            objective=None, trainer=SimpleNamespace(offload=None), evaluated_fields={"old_logprob": "logprobs"}
-        )
+        trainer = TrainerConfig(offload=OffloadConfig().resolved(turns is not None, movable=True))
+        trained: Any = SimpleNamespace(objective=None, trainer=trainer, evaluated_fields={"old_logprob": "logprobs"})
         self.ranks = [Worker(f"policy-{rank}", rank) for rank in range(RANKS)]
-        self.policy = TrainerGroup(self.ranks, [SimpleNamespace()] * RANKS, trained)  # type: ignore[arg-type, list-item]
+        self.policy = TrainerGroup(self.ranks, [SimpleNamespace()] * RANKS, trained, turns)  # type: ignore[arg-type, list-item]
 
     def launch(self, role: str, ranks: range) -> Any:
         end = f".{self.started}" if self.started else ""
@@ -157,6 +163,35 @@ def test_a_replacement_that_does_not_start_is_replaced_within_the_budget(ledger:
     site.reference.workers[2].error = WorkerDied(site.reference.workers[2].name, 2, -9, "")
     with pytest.raises(GaveUp, match=r"limit of 5 restarts .*recovery.reference.max_restarts 5"):
         site.annotate(made)
+
+
+def test_roles_that_share_devices_compute_in_turn(ledger: Ledger) -> None:
+    """The reference first; each leaves the devices before the other comes, and what they compute is the same."""
+    site, made, other = Site(ledger, turns=DeviceTurns()), batch(), batch()
+    for each in (made, other):
+        site.annotate(each)
+    apart = batch()
+    Site(ledger).annotate(apart)
+    for name in ("old_logprob", "reference_logprob"):
+        assert made.fields[name].tobytes() == other.fields[name].tobytes() == apart.fields[name].tobytes()
+    moved = ["setup", "evaluate", "offload", "onload", "evaluate", "offload"]
+    assert [worker.calls for worker in site.reference.workers] == [moved] * 3
+    assert [worker.calls for worker in site.ranks] == [["evaluate", "offload", "onload", "evaluate"]] * RANKS
+
+
+def test_a_served_role_that_dies_on_shared_devices_is_replaced_in_its_turn(ledger: Ledger) -> None:
+    """While it leaves the devices, and while it comes back."""
+    site = Site(ledger, turns=DeviceTurns())
+    site.annotate(batch())
+    site.reference.workers[1].error = WorkerDied("reference-1", 1, -9, "")
+    made = batch()
+    site.annotate(made)
+    assert np.isfinite(made.fields["reference_logprob"]).all()
+    assert site.events("failed") == site.events("restarted") == [("reference", "reference-1")]
+    site.reference.begin_fields(made, made.everything())  # is on the devices
+    site.reference.workers[2].error = WorkerDied("reference-2.1", 2, -9, "")
+    site.reference.offload()
+    assert "reference-2.1" in site.killed, "it has left the devices"
 
 
 def test_an_error_of_data_or_config_ends_the_run(ledger: Ledger) -> None:

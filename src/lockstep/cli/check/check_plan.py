@@ -24,7 +24,8 @@ from lockstep.models.huggingface import download_model
 from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.planning.prepare import DryRun, dry_run, resolve_adapters, trained_models
 from lockstep.run.planning.run_plan import RunPlan
-from lockstep.train.trainer_kinds import trainer_kind
+from lockstep.run.planning.served_models import served_models
+from lockstep.train.trainer_kinds import SERVED_MODELS, trainer_kind
 
 Config = RunConfig
 
@@ -95,19 +96,27 @@ def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
     try:
         config = resolve_adapters(config)
         models = trained_models(config, memory.device)
+        facts = served_models(config, models[config.policy.name], memory.device)
     except (ModelError, OSError, ValueError) as error:
         return [Finding("memory", "unchecked", "", f"memory and time were not estimated: {error}")]
 
     def ranks(role: TrainRole, token_budget: int) -> Mapping[str, int]:
         return trainer_kind(role).planner.memory(role, models[role.name], token_budget)
 
+    served = {
+        role.name: SERVED_MODELS.planner.memory(role, facts[role.name], config.token_budget)
+        for role in config.serve_roles
+    }
     try:
         shapes = {role.name: model_shape_of(_model_config(role)) for role in config.train_roles}
     except (UnknownModelShape, ModelError, OSError, ValueError) as error:
         unknown = f"the memory of engines, and time, were not estimated: {error}"
-        return [*memory_fit.judge_memory(config, ranks, None, memory), Finding("memory", "unchecked", "", unknown)]
+        return [
+            *memory_fit.judge_memory(config, ranks, None, memory, served),
+            Finding("memory", "unchecked", "", unknown),
+        ]
     return [
-        *memory_fit.judge_memory(config, ranks, shapes[config.policy.name], memory),
+        *memory_fit.judge_memory(config, ranks, shapes[config.policy.name], memory, served),
         *step_durations.judge_durations(config, shapes, memory.name, os.environ),
     ]
 

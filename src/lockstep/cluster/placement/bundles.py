@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.config.cluster import PLACED_ROLES, PlacementConfig, RolePlacement
+from lockstep.config.roles import section_of_role
 
 COUNT_FIELD = {
     "policy": "trainer.ranks",
     "critic": "critic.trainer.ranks",
     "reference": "reference.ranks",
+    "reward_model": "reward.terms.*.ranks",
     "rollout": "rollout.engine.count",
     "reward": "reward.workers",
     "environment": "rollout.environment.workers",
@@ -39,13 +41,26 @@ class ProcessRequest:
 
     name: str
     role: str
-    """`policy` or another trained role, `reference`, `rollout`, `reward` or `environment`."""
+    """`policy` or another trained role, `reference`, `reward_model`, `reward_model_2`, `rollout`, `reward` or
+    `environment`."""
     rank: int
     cpus: float
     gpus: int = 0
     """Number of GPUs, all on one node. For an engine: its tensor-parallel size."""
     memory: int = 0
     """Bytes of the node's memory; 0 if unknown."""
+    count_field: str = ""
+    """The config field that sets the number of processes of its role, where `COUNT_FIELD` does not name it."""
+
+    @property
+    def section(self) -> str:
+        """The name of its role in `placement`."""
+        return section_of_role(self.role)
+
+    @property
+    def counted_by(self) -> str:
+        """The config field that sets the number of processes of its role."""
+        return self.count_field or COUNT_FIELD[self.section]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +100,41 @@ def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig)
     """Groups all processes into bundles. Ranks keep their order, so neighbours stay together.
 
     - If the placement fixes how many processes of a role each node has: one bundle per node, with these processes.
-    - Otherwise, if engines share GPUs with ranks: one bundle per engine, with the ranks whose GPUs it uses.
+    - Otherwise, if roles share devices: one bundle per rank, with the ranks of the same number of the other roles; with
+      engines one per engine, with the ranks whose GPUs it uses.
     - Otherwise: one bundle per process.
 
     Raises:
-        PlacementError: nodes, GPUs per node and number of processes contradict each other.
+        PlacementError: nodes, GPUs per node and number of processes contradict each other, or roles that are to share
+            devices have different numbers of processes.
     """
-    placed = {role: processes_of(requests, role) for role in PLACED_ROLES}
-    others = [each for each in requests if each.role not in placed]
-    found = []
-    if placement.shared and placed["policy"] and placed["rollout"]:
-        found += _colocated_bundles(placed.pop("policy"), placed.pop("rollout"), placement)
-    for role, processes in placed.items():
-        found += _separate_bundles(processes, getattr(placement, role))
-    return found + [_single_bundle(each) for each in others]
+    found: list[Bundle] = []
+    for members in _device_sets(requests, placement):
+        engines = members.pop("rollout", None)
+        if members and (engines or len(members) > 1):
+            found += _colocated_bundles(list(members.values()), engines or [], placement)
+        else:
+            (alone,) = [engines] if engines else members.values()
+            found += _separate_bundles(alone, getattr(placement, alone[0].section))
+    return found + [_single_bundle(each) for each in requests if each.section not in PLACED_ROLES]
+
+
+def _device_sets(
+    requests: Sequence[ProcessRequest], placement: PlacementConfig
+) -> list[dict[str, list[ProcessRequest]]]:
+    """The processes of the placed roles, by role, in sets of roles that share devices."""
+    roles = dict.fromkeys(each.role for each in sorted(requests, key=_place_in_order) if each.section in PLACED_ROLES)
+    sets: dict[tuple[str, ...], dict[str, list[ProcessRequest]]] = {}
+    for role in roles:
+        together = placement.set_of(role)
+        key = together if len(together) > 1 else (role,)
+        sets.setdefault(key, {})[role] = processes_of(requests, role)
+    return list(sets.values())
+
+
+def _place_in_order(request: ProcessRequest) -> int:
+    """Roles in the order of `PLACED_ROLES`."""
+    return PLACED_ROLES.index(request.section) if request.section in PLACED_ROLES else len(PLACED_ROLES)
 
 
 def processes_of(requests: Sequence[ProcessRequest], role: str) -> list[ProcessRequest]:
@@ -112,9 +148,7 @@ def total_gpus(requests: Sequence[ProcessRequest], placement: PlacementConfig) -
 
 
 def _separate_bundles(processes: Sequence[ProcessRequest], role: RolePlacement) -> list[Bundle]:
-    if not processes:
-        return []
-    per_node = processes_per_node(processes[0].role, role, len(processes), max(processes[0].gpus, 1))
+    per_node = processes_per_node(processes[0], role, len(processes), max(processes[0].gpus, 1))
     if per_node is None:
         return [_single_bundle(process) for process in processes]
     groups = [processes[first : first + per_node] for first in range(0, len(processes), per_node)]
@@ -122,62 +156,85 @@ def _separate_bundles(processes: Sequence[ProcessRequest], role: RolePlacement) 
 
 
 def _colocated_bundles(
-    ranks: Sequence[ProcessRequest], engines: Sequence[ProcessRequest], placement: PlacementConfig
+    roles: Sequence[Sequence[ProcessRequest]], engines: Sequence[ProcessRequest], placement: PlacementConfig
 ) -> list[Bundle]:
-    """Bundles for ranks and engines that share GPUs: an engine that uses the GPUs of w ranks gets ranks e*w to
-    (e+1)*w-1, where e is its number."""
-    width = max(engines[0].gpus // max(ranks[0].gpus, 1), 1)
+    """Bundles for ranks and engines that share GPUs: the ranks of one number of all roles have the same GPU, and an
+    engine that uses the GPUs of w ranks gets those of ranks e*w to (e+1)*w-1, where e is its number."""
+    _check_equal_counts(roles)
+    ranks = roles[0]
+    width = max(engines[0].gpus // max(ranks[0].gpus, 1), 1) if engines else 1
     if len(engines) * width > len(ranks):
         raise PlacementError(
-            f"placement.colocate shares the GPUs of {len(ranks)} policy ranks, and {len(engines)} engines with {width} "
-            f"GPUs each need {len(engines) * width}: set rollout.engine.count={max(len(ranks) // width, 1)} or fewer, "
-            f"or trainer.ranks={len(engines) * width}"
+            f"placement.colocate shares the GPUs of {len(ranks)} {ranks[0].role} ranks, and {len(engines)} engines "
+            f"with {width} GPUs each need {len(engines) * width}: set rollout.engine.count="
+            f"{max(len(ranks) // width, 1)} or fewer, or {ranks[0].counted_by}={len(engines) * width}"
         )
-    per_node = processes_per_node("policy", _merge_role_placements(placement), len(ranks), 1)
+    members = [each[0].section for each in (*roles, *([engines] if engines else []))]
+    per_node = processes_per_node(ranks[0], _merge_role_placements(placement, members), len(ranks), 1)
     if per_node is not None and per_node % width:
         raise PlacementError(
-            f"an engine needs its {width} GPUs on one node, and each node has {per_node} policy ranks: with "
+            f"an engine needs its {width} GPUs on one node, and each node has {per_node} {ranks[0].role} ranks: with "
             f"placement.colocate set rollout.engine.tensor_parallel_size to a divisor of {per_node}"
         )
     size = width if per_node is None else per_node
-    groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
     found = []
-    for number, group in enumerate(groups):
-        colocated_engines = engines[number * size // width : (number + 1) * size // width]
+    for first in range(0, len(ranks), size):
+        colocated_engines = engines[first // width : (first + size) // width]
         if colocated_engines or per_node is not None:
-            found.append(_combined_bundle([group, colocated_engines], one_per_node=per_node is not None))
+            groups = [each[first : first + size] for each in roles]
+            found.append(_combined_bundle([*groups, colocated_engines], one_per_node=per_node is not None))
         else:
-            found += [_single_bundle(rank) for rank in group]
+            numbers = range(first, min(first + size, len(ranks)))
+            found += [_combined_bundle([each[number : number + 1] for each in roles]) for number in numbers]
     return found
 
 
-def _merge_role_placements(placement: PlacementConfig) -> RolePlacement:
-    """Combines the placements of two roles that share GPUs: a value that is set for one role applies to both."""
-    policy, rollout = placement.policy, placement.rollout
-    for field in ("nodes", "gpus_per_node"):
-        one, other = getattr(policy, field), getattr(rollout, field)
-        if one is not None and other is not None and one != other:
+def _check_equal_counts(roles: Sequence[Sequence[ProcessRequest]]) -> None:
+    """Raises PlacementError unless all roles of a set have as many ranks as the first one."""
+    first, *others = roles
+    for other in others:
+        if len(other) != len(first):
+            counts = ", ".join(f"{each[0].counted_by} {len(each)}" for each in roles)
             raise PlacementError(
-                f"placement.policy.{field} {one} and placement.rollout.{field} {other} differ, and placement.colocate "
+                f"placement.colocate puts {' and '.join(each[0].role for each in roles)} on the same devices, one rank "
+                f"of each beside the other, and they have different numbers of ranks ({counts}): set "
+                f"{other[0].counted_by}={len(first)}, or leave {other[0].section} out of the set"
+            )
+
+
+def _merge_role_placements(placement: PlacementConfig, sections: Sequence[str]) -> RolePlacement:
+    """Combines the placements of roles that share GPUs: a value that is set for one role applies to all."""
+    merged: dict[str, int] = {}
+    for field in ("nodes", "gpus_per_node"):
+        given = {name: getattr(getattr(placement, name), field) for name in dict.fromkeys(sections)}
+        given = {name: value for name, value in given.items() if value is not None}
+        if len(set(given.values())) > 1:
+            (one, a), (other, b) = next(
+                (one, other) for one in given.items() for other in given.items() if one[1] != other[1]
+            )
+            raise PlacementError(
+                f"placement.{one}.{field} {a} and placement.{other}.{field} {b} differ, and placement.colocate "
                 "puts both roles on the same GPUs: leave one of the two out"
             )
-    return policy.model_copy(
-        update={
-            "nodes": policy.nodes or rollout.nodes,
-            "gpus_per_node": policy.gpus_per_node or rollout.gpus_per_node,
-        }
-    )
+        if given:
+            merged[field] = next(iter(given.values()))
+    first = sections[0]
+    own: RolePlacement = getattr(placement, first)
+    return own.model_copy(update=merged)
 
 
-def processes_per_node(role: str, role_placement: RolePlacement, count: int, width: int) -> int | None:
+def processes_per_node(one: ProcessRequest, role_placement: RolePlacement, count: int, width: int) -> int | None:
     """How many processes of `width` GPUs each node of the role has; None if the placement does not fix it. For
     processes without GPUs (`width` 1), `gpus_per_node` is the number of processes.
+
+    Args:
+        one: any process of the role.
 
     Raises:
         PlacementError: the placement contradicts the number of processes.
     """
-    nodes, gpus, name = role_placement.nodes, role_placement.gpus_per_node, f"placement.{role}"
-    field = COUNT_FIELD[role]
+    nodes, gpus, name = role_placement.nodes, role_placement.gpus_per_node, f"placement.{one.section}"
+    field = one.counted_by
     if gpus is not None and gpus % width:
         raise PlacementError(
             f"{name}.gpus_per_node {gpus} is not a multiple of the {width} GPUs of an engine, which must be on one "

@@ -51,9 +51,10 @@ def _suggest_colocation(requests: list[ProcessRequest], placement: PlacementConf
     ranks, engines = processes_of(requests, "policy"), processes_of(requests, "rollout")
     if placement.shared or not ranks or not engines or not ranks[0].gpus:
         return
+    for text, sets in (("all", "all"), ("[policy,rollout]", (("policy", "rollout"),))):
+        if fits(requests, placement.model_copy(update={"colocate": sets})):
+            yield f"placement.colocate={text}"
     together = placement.model_copy(update={"colocate": "all"})
-    if fits(requests, together):
-        yield "placement.colocate=all"
     most = len(ranks) // engines[0].gpus
     if most < len(engines) and most and fits(_keep_first(requests, "rollout", most), together):
         yield f"placement.colocate=all with rollout.engine.count={most}"

@@ -39,10 +39,11 @@ class PPOConfig(PolicyGradientRecipe):
 
     @property
     def train_roles(self) -> tuple[TrainRole, ...]:
+        model = self.critic.starting_model(self.model)
         critic = TrainRole(
             name="critic",
-            model=self.critic.starting_model(self.model),
-            trainer=self.critic.trainer,
+            model=model,
+            trainer=self.trainer_of("critic", model, self.critic.trainer),
             objective=self.critic.loss,
             communication=self.communication,
             seed=self.seed,

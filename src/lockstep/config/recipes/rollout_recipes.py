@@ -88,7 +88,8 @@ class RolloutRecipe(RunConfig):
             )
         _check_conversations(self)
         for role in self.train_roles:
-            if self.rollout.max_staleness and role.trainer.offload.anything:
+            alone = len(self.device_set(role.name)) == 1
+            if self.rollout.max_staleness and role.trainer.offload.anything and alone:
                 raise ValueError(
                     f"{role.field('trainer.offload')} frees the GPU for engines while the trainer is idle, but with "
                     "rollout.max_staleness they generate while it trains: leave one of the two out"

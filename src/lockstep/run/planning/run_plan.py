@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lockstep.base.text import count_noun
 from lockstep.cluster.placement.assignment import Assignment, NodesBusy, assign
-from lockstep.cluster.placement.bundles import NodeResources, ProcessRequest, make_bundles
+from lockstep.cluster.placement.bundles import Bundle, NodeResources, ProcessRequest, make_bundles
 from lockstep.config.cluster import PlacementConfig
+from lockstep.config.roles import section_of_role
 from lockstep.config.run_config import RunConfig
 from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.resources import HostResources
@@ -64,6 +66,7 @@ def make_plan(
         TrainerUnsupported: a kind of trainer does not implement a setting.
         InfeasibleError: the context has no room for prompts, or there are too few GPUs, or too little memory or shared
             memory.
+        PlacementError: roles that are to share devices have different numbers of ranks.
     """
     for role in config.train_roles:
         check_role(role)
@@ -110,8 +113,8 @@ def make_plan(
 def _ranks_of_models(
     config: RunConfig, models: Mapping[str, ModelFacts], host: HostResources
 ) -> Iterator[PlannedProcess]:
-    """The ranks of all trained roles, then of all served ones. Each has a GPU of its own, in this order."""
-    first = 0
+    """The ranks of all trained roles, then of all served ones, with their GPUs."""
+    slots, _ = _device_slots(config)
     for name, count, threads in (
         *((role.name, role.trainer.ranks, role.trainer.threads) for role in config.train_roles),
         *((role.name, role.ranks, role.threads) for role in config.serve_roles),
@@ -119,8 +122,30 @@ def _ranks_of_models(
         memory = _rank_memory(config, name, models[name]) if name in models else 0
         threads = threads or _threads(config, host, name, count)
         for rank in range(count):
-            yield PlannedProcess(f"{name}-{rank}", name, rank, _device(config, host, first + rank), threads, memory)
-        first += count
+            device = _device(config, host, slots[name] + rank)
+            yield PlannedProcess(f"{name}-{rank}", name, rank, device, threads, memory)
+
+
+def _device_slots(config: RunConfig) -> tuple[dict[str, int], int]:
+    """The number of the first rank's GPU, by trained or served role, and how many GPUs their ranks have. Each role has
+    GPUs of its own, in the order of the roles, unless it shares those of another one (`placement.colocate`)."""
+    slots: dict[str, int] = {}
+    owners: dict[tuple[str, ...], int] = {}
+    count = 0
+    for name, ranks in _rank_counts(config).items():
+        together = config.placement.set_of(name)
+        if len(together) > 1:
+            slots[name] = owners.setdefault(together, count)
+        else:
+            slots[name] = count
+        count = max(count, slots[name] + ranks)
+    return slots, count
+
+
+def _rank_counts(config: RunConfig) -> dict[str, int]:
+    """The number of ranks of each trained and served role."""
+    counts = {role.name: role.trainer.ranks for role in config.train_roles}
+    return counts | {role.name: role.ranks for role in config.serve_roles}
 
 
 def _rank_memory(config: RunConfig, name: str, model: ModelFacts) -> int:
@@ -144,11 +169,6 @@ def _collectives(config: RunConfig, models: Mapping[str, ModelFacts]) -> Iterato
     for served in (each for each in config.serve_roles if each.name in models):
         for each in SERVED_MODELS.planner.collectives(served, models[served.name]):
             yield replace(each, communicator=f"{served.name} {each.communicator}")
-
-
-def _count_ranks(config: RunConfig) -> int:
-    """The number of ranks of all trained and served roles."""
-    return sum(role.trainer.ranks for role in config.train_roles) + sum(role.ranks for role in config.serve_roles)
 
 
 def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[NodeResources] | None) -> RunPlan:
@@ -222,14 +242,15 @@ def _reserved_checkpoint_bytes(
 def resource_requests(config: RunConfig, processes: Sequence[PlannedProcess]) -> list[ProcessRequest]:
     """The resources that each process needs on a node: a rank one GPU, an engine the GPUs of its tensor-parallel group,
     other processes a core. Processes without GPUs also request memory."""
-    width, found = _gpus_per_engine(config), []
+    width, found, fields = _gpus_per_engine(config), [], dict(_rank_fields(config))
     for process in processes:
         parts = width if process.role == "rollout" else 1  # GPUs, or processes on CPUs
         role = config.placement.of_role(process.role)
         cpus = 1.0 if role is None else role.cpus * parts
         on_gpu = process.device != "cpu"
         memory = 0 if on_gpu else process.memory * parts
-        found.append(ProcessRequest(process.name, process.role, process.rank, cpus, parts if on_gpu else 0, memory))
+        gpus, field = parts if on_gpu else 0, fields.get(process.role, "")
+        found.append(ProcessRequest(process.name, process.role, process.rank, cpus, gpus, memory, field))
     return found
 
 
@@ -244,7 +265,7 @@ def _device(config: RunConfig, host: HostResources, index: int) -> str:
 def _engine_device(config: RunConfig, host: HostResources, rank: int) -> str:
     """The first GPU of an engine: after the GPUs of the ranks, or among them if engines and ranks share GPUs."""
     width, ranks = _gpus_per_engine(config), config.trainer.ranks
-    first = rank * width % ranks if config.placement.shared else _count_ranks(config) + rank * width
+    first = rank * width % ranks if config.placement.shared else _device_slots(config)[1] + rank * width
     return _device(config, host, min(first % max(host.gpus, 1), max(host.gpus - width, 0)))
 
 
@@ -297,12 +318,12 @@ def _check_context_room(config: RunConfig, model: ModelFacts) -> None:
             )
 
 
-def _rank_fields(config: RunConfig) -> Iterator[tuple[str, int]]:
-    """The fields that set a number of ranks, and their values."""
+def _rank_fields(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The trained and served roles, and the fields that set the numbers of their ranks."""
     for role in config.train_roles:
-        yield role.field("trainer.ranks"), role.trainer.ranks
+        yield role.name, role.field("trainer.ranks")
     for served in config.serve_roles:
-        yield served.field("ranks"), served.ranks
+        yield served.name, served.field("ranks")
 
 
 def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> None:
@@ -311,19 +332,18 @@ def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> N
             "cluster.device is cuda, and torch finds no GPU on this host: set cluster.device=cpu (or auto), or install "
             "a CUDA build of torch and check the driver with nvidia-smi"
         )
-    for name, count in _rank_fields(config):
+    counts = _rank_counts(config)
+    for role, name in _rank_fields(config):
+        count = counts[role]
         if host.device == "cuda" and count > host.gpus:
             raise InfeasibleError(
                 f"{name} {count} needs as many GPUs and this host has {host.gpus}: "
                 f"set {name}={host.gpus}, or cluster.device=cpu"
             )
-    if host.device == "cuda" and config.placement.shared and config.serve_roles and _count_ranks(config) > host.gpus:
-        names = ", ".join(role.section or role.name for role in config.serve_roles)
-        raise InfeasibleError(
-            f"with placement.colocate engines take turns with the policy on its GPUs, and {names} needs GPUs of its "
-            f"own: {_count_ranks(config)} ranks need as many GPUs and this host has {host.gpus}. Leave "
-            f"placement.colocate or {names} out"
-        )
+    if config.placement.colocate:
+        bundles = make_bundles(resource_requests(config, plan.processes), _any_nodes(config.placement))
+        if host.device == "cuda":
+            _check_gpus_of_sets(config, bundles, host)
     if host.device == "cuda" and _gpus_per_engine(config) > host.gpus and config.needs_engines:
         raise InfeasibleError(
             f"rollout.engine.tensor_parallel_size {_gpus_per_engine(config)} needs as many GPUs, and this host has "
@@ -341,6 +361,30 @@ def _check_fits_host(plan: RunPlan, config: RunConfig, host: HostResources) -> N
             f"the largest part is {worst.name} with {worst.memory / 2**30:.1f} GiB: "
             + _how_to_shrink(config, worst.role)
         )
+
+
+def _any_nodes(placement: PlacementConfig) -> PlacementConfig:
+    """The placement without what has no effect on one host."""
+    return PlacementConfig(colocate=placement.colocate)
+
+
+def _check_gpus_of_sets(config: RunConfig, bundles: Sequence[Bundle], host: HostResources) -> None:
+    """Raises InfeasibleError unless this host has the GPUs of all processes; roles of a set share theirs."""
+    counts: dict[str, int] = {}
+    present = {section_of_role(role) for bundle in bundles for role in bundle.roles}
+    for bundle in bundles:
+        if bundle.gpus:
+            together = config.placement.set_of(bundle.roles[0])
+            roles = " + ".join(section for section in together if section in present)
+            counts[roles] = counts.get(roles, 0) + bundle.gpus
+    if sum(counts.values()) <= host.gpus:
+        return
+    parts = " + ".join(f"{count} ({roles})" for roles, count in counts.items())
+    raise InfeasibleError(
+        "with placement.colocate the roles of a set take turns on their GPUs, and all others need GPUs of their own: "
+        f"{parts} = {count_noun(sum(counts.values()), 'GPU')}, and this host has {host.gpus}. Put more roles into a "
+        "set (placement.colocate=all for one set), or lower their numbers of ranks"
+    )
 
 
 def _how_to_shrink(config: RunConfig, largest: str) -> str:

@@ -21,6 +21,7 @@ from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, fa
 from lockstep.config.roles import name_of_ranks
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoint_manager import CheckpointManager, restore_checkpoint
+from lockstep.run.devices.device_turns import divide_into_waves
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.restart_policy import FewerRanks, next_smaller_ranks
 from lockstep.run.trained_roles import TrainedRoles
@@ -213,6 +214,7 @@ class TrainerRecovery:
         in the state."""
         for role in ranks:
             self.launcher.kill(self.trained[role].workers)
+            self.trained[role].ranks_killed()
         if kept := [group for role, group in self.trained.items() if role not in ranks]:
             self._finish_calls(kept)
         self.checkpoints.writer_lost()
@@ -233,12 +235,15 @@ class TrainerRecovery:
         try:
             for role, count in ranks.items():
                 workers += self.launcher.launch(role, range(count))
-            ready = set_up_ranks(workers)
+            for wave in divide_into_waves(ranks, lambda role: self.trained[role].turns):
+                for role in wave:
+                    self.trained[role].turns.begin(self.trained[role])
+                ready = set_up_ranks([worker for worker in workers if worker.spec.role in wave])
+                for role, (own, infos) in ready.items():
+                    self.trained[role].replace_ranks(own, infos)
         except BaseException:
             self.launcher.kill(workers)
             raise
-        for role, (own, infos) in ready.items():
-            self.trained[role].replace_ranks(own, infos)
 
     def _finish_calls(self, kept: Sequence[TrainerGroup]) -> None:
         """Waits until the ranks that are kept have finished what they were doing when another role failed, and their

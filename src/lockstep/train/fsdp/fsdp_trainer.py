@@ -33,6 +33,7 @@ from lockstep.train.fsdp.parallelize import (
     free_gathered,
     load_sharded_policy,
     local_shard,
+    move_weights,
     parameter_dtype,
 )
 from lockstep.train.fsdp.sharded_model import evaluate_each, target_values
@@ -312,7 +313,7 @@ class FSDP2Trainer:
         """Moves parameters, optimizer state or both to host memory, so that an engine can use the device's memory.
         While offloaded, weights can be published and checkpoints written."""
         self._move(torch.device("cpu"), parameters, optimizer)
-        self.offloaded = self.ranks.device.type != "cpu" and (parameters or optimizer)
+        self.offloaded = parameters or optimizer
 
     def onload(self) -> None:
         """Moves parameters and optimizer state back to the device."""
@@ -401,8 +402,7 @@ class FSDP2Trainer:
 
     def _move(self, device: torch.device, parameters: bool, optimizer: bool) -> None:
         for model in self._models() if parameters else []:
-            free_gathered(model)
-            model.to(device)
+            move_weights(model, device, self.ranks.device)
         self.merged_weights = MergedWeights(self.policy, self.ranks)
         if optimizer:
             self.optimizer.to(device)

@@ -91,6 +91,18 @@ def free_gathered(policy: nn.Module) -> None:
         module.reshard()
 
 
+def move_weights(policy: nn.Module, target: torch.device, own: torch.device) -> None:
+    """Moves a model's weights between its device and host memory. Bits do not change.
+
+    Args:
+        own: the device on which the model computes. When the weights leave it, other processes can use its memory.
+    """
+    free_gathered(policy)
+    policy.to(target)
+    if own.type == "cuda" and target.type == "cpu":
+        torch.cuda.empty_cache()
+
+
 def local_shard(tensor: Tensor) -> Tensor:
     """Returns this rank's rows of a parameter or gradient, as a view."""
     with torch.no_grad():

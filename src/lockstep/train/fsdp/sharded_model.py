@@ -13,7 +13,7 @@ from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp.parallelize import free_gathered, load_sharded_policy, parameter_dtype
+from lockstep.train.fsdp.parallelize import free_gathered, load_sharded_policy, move_weights, parameter_dtype
 from lockstep.watch.beacon.writer import current_beacon
 
 
@@ -80,6 +80,7 @@ class FSDP2ServedModel:
         adapter = role.model.adapter
         kept = self.compute_dtype if adapter is None else parameter_dtype(role.model, ranks, self.compute_dtype)
         self.model = load_sharded_policy(role.model, ranks, self.compute_dtype, kept, adapter).requires_grad_(False)
+        self.offloaded = False
 
     @property
     def context_length(self) -> int:
@@ -96,11 +97,23 @@ class FSDP2ServedModel:
         self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[ModelOutput]
     ) -> list[dict[str, np.ndarray]]:
         """Computes the outputs of each micro-batch, float32 `[targets]`, without gradients. All ranks call it, with the
-        same number of micro-batches."""
+        same number of micro-batches. Raises RuntimeError while the weights are in host memory."""
+        if self.offloaded:
+            raise RuntimeError(f"the {self.role.name} model is offloaded to host memory; call onload() first")
         role = self.role
         values = evaluate_each(self.model, microbatches, outputs, self.ranks.device, role.temperature, role.head_chunk)
         free_gathered(self.model)
         return values
+
+    def offload(self) -> None:
+        """Moves the weights to host memory, so that another role can use the device's memory."""
+        move_weights(self.model, torch.device("cpu"), self.ranks.device)
+        self.offloaded = True
+
+    def onload(self) -> None:
+        """Moves the weights back to the device."""
+        move_weights(self.model, self.ranks.device, self.ranks.device)
+        self.offloaded = False
 
     def close(self) -> None:
         """Leaves the communicators."""

@@ -4,6 +4,7 @@ import itertools
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -107,6 +108,52 @@ def test_colocated_roles_share_gpus(ranks: int, engines: int, width: int, sizes:
         assert [slot for name in with_it for slot in found.slots[name]] == list(found.slots[f"engine-{engine}"])
 
 
+ROLES = ("policy", "critic", "reference", "reward_model", "reward_model_2")
+
+
+def of_roles(ranks: int, roles: Sequence[str]) -> list[ProcessRequest]:
+    return [ProcessRequest(f"{role}-{rank}", role, rank, 0.5, 1) for role in roles for rank in range(ranks)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.integers(1, 4), roles=st.sets(st.sampled_from(ROLES), min_size=1),
+    colocate=st.sampled_from(["all", "actor_ref", ["actor_ref", "critic_reward"], [["policy", "critic"]], []]),
+    nodes=st.sampled_from([None, 1, 2]),
+)  # fmt: skip
+def test_roles_of_a_set_have_the_same_gpus(ranks: int, roles: set[str], colocate: Any, nodes: int | None) -> None:
+    wanted = of_roles(ranks, sorted(roles))
+    each = {} if nodes is None else {section: {"nodes": nodes} for section in ("policy", "critic")}
+    placement = PlacementConfig(colocate=colocate, **each)
+    try:
+        found = assign(wanted, placement, [node(number, 64, 20) for number in range(2)])
+    except PlacementError as error:
+        assert nodes == 2 and ranks % 2 and "cannot be divided evenly" in str(error)
+        return
+    check(found, wanted, list(found.nodes))
+    for one, other in itertools.combinations(sorted(roles), 2):
+        members = placement.set_of(other)
+        together = len(members) > 1 and one.partition("_2")[0] in members
+        for rank in range(ranks):
+            names = f"{one}-{rank}", f"{other}-{rank}"
+            gpus = [(found.node_of[name].id, found.slots[name]) for name in names]
+            assert (gpus[0] == gpus[1]) == together
+
+
+def test_roles_of_a_set_need_as_many_ranks_and_one_placement() -> None:
+    unequal = of_roles(2, ["critic"]) + of_roles(3, ["reward_model"])
+    message = (
+        r"puts critic and reward_model on the same devices, .* \(critic.trainer.ranks 2, reward.terms.\*.ranks 3\): "
+        r"set reward.terms.\*.ranks=2, or leave reward_model out of the set"
+    )
+    with pytest.raises(PlacementError, match=message):
+        assign(unequal, PlacementConfig(colocate="critic_reward"), [node(0)])
+    assert len(assign(unequal, PlacementConfig(), [node(0)]).bundles) == 5
+    differ = PlacementConfig(colocate="critic_reward", critic={"nodes": 1}, reward_model={"nodes": 2})
+    with pytest.raises(PlacementError, match=r"placement.critic.nodes 1 and placement.reward_model.nodes 2 differ"):
+        assign(of_roles(2, ["critic", "reward_model"]), differ, [node(0)])
+
+
 def test_search_beats_largest_first() -> None:
     """Largest-first fails here: 3 + 3 GPUs on one node and 2 + 2 + 2 on the other."""
     wanted = [ProcessRequest(f"a-{n}", "policy", n, 0.1, 3) for n in range(2)] + [
@@ -141,7 +188,7 @@ def test_nodes_and_gpus_per_node_of_a_role() -> None:
 
 
 def test_nodes_of_colocated_roles() -> None:
-    placement = PlacementConfig(colocate=("policy", "rollout"), rollout={"nodes": 2, "gpus_per_node": 4})
+    placement = PlacementConfig(colocate=["policy", "rollout"], rollout={"nodes": 2, "gpus_per_node": 4})
     found = assign(run(8, 2, 2), placement, [node(n, gpus=4) for n in range(2)])
     assert [len(bundle.processes) for bundle in found.bundles] == [6, 4]
     assert [found.slots[name] for name in ("policy-3", "engine-1", "policy-7")] == [(3,), (2, 3), (3,)]
@@ -274,7 +321,7 @@ def test_thousands_of_processes_are_placed_fast(strategy: Any) -> None:
 
 def test_shared_gpus_count_once() -> None:
     wanted = run(8, 4, width=2)
-    assert total_gpus(wanted, PlacementConfig(colocate=("policy", "rollout"))) == 8
+    assert total_gpus(wanted, PlacementConfig(colocate=["policy", "rollout"])) == 8
     assert total_gpus(wanted, PlacementConfig()) == 16
     assert total_gpus(run(4, 2, gpus=False), PlacementConfig()) == 0
 

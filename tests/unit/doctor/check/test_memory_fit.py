@@ -113,10 +113,25 @@ def test_an_engine_and_a_trainer_that_share_gpus_must_both_have_room() -> None:
         "placement": {"colocate": "all"}, "trainer": {"ranks": 4}, "cluster": {"kind": "ray"},
         "rollout": {"engine": {"kind": "vllm", "count": 4}, "sampling": {"max_tokens": 1024}},
     }  # fmt: skip
-    found = by_id(judge(config(**shared), H100))["memory-shared"]
-    assert found.severity == "error" and "trainer.offload.optimizer=true" in found.fix
-    away = shared | {"trainer": {"ranks": 4, "offload": {"parameters": True, "optimizer": True}}}
-    assert "memory-shared" not in by_id(judge(config(**away), H100))
+    assert "memory-shared" not in by_id(judge(config(**shared), H100)), "the trainer leaves the GPU"
+    stays = shared | {"trainer": {"ranks": 4, "offload": {"parameters": False, "optimizer": False}}}
+    found = by_id(judge(config(**stays), H100))["memory-shared"]
+    assert found.severity == "error" and "leave trainer.offload out" in found.fix
+
+
+def test_the_roles_of_a_set_need_what_computes_and_what_the_others_keep() -> None:
+    values: dict[str, Any] = {"trainer": {"ranks": 2}, "placement": {"colocate": ["policy", "critic"]}}
+    run = CriticConfig.model_validate(BASE | values | {"critic": {"ranks": 4}, "token_budget": 2048})
+    trained = {role.name: rank_memory(role, 2048) for role in run.train_roles}
+    policy, critic = (sum(parts.values()) for parts in trained.values())
+    kept = 12 * SHAPE.parameters // 4  # weights and two moments in float32; gradients exist only in a step
+    small = ProcessMemory("cuda", int((policy + kept / 2) / (1 - memory_fit.RESERVE)), "small")
+    (found,) = memory_fit._judge_set_memory(run, trained, {"reference": 5}, small)
+    assert found.severity == "error" and "leave critic.trainer.offload out" in found.fix
+    assert f"{policy / 2**30:.1f} GiB of policy + {kept / 2**30:.1f} GiB that critic keeps" in found.seen
+    assert f"= {(policy + kept) / 2**30:.1f} GiB" in found.seen and critic < policy
+    enough = ProcessMemory("cuda", int((policy + kept * 1.1) / (1 - memory_fit.RESERVE)))
+    assert [each.severity for each in memory_fit._judge_set_memory(run, trained, {}, enough)] == ["ok"]
 
 
 def test_too_little_memory_is_an_error_and_unknown_memory_is_unchecked() -> None:

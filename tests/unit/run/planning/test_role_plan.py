@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_run_plan import HOST, MODEL
 
-from lockstep.cluster.placement.bundles import make_bundles
+from lockstep.cluster.placement.bundles import PlacementError, make_bundles
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.recipes import GRPOConfig
 from lockstep.config.train_role import TrainRole
@@ -66,7 +66,14 @@ def test_every_role_has_gpus_of_its_own_as_long_as_there_are_enough() -> None:
 
     assert devices(6) == ["0", "1", "2", "3", "4", "5"]
     assert devices(3) == ["0", "1", "2", "0", "1", "2"]
-    assert devices(5, placement={"colocate": "all"}) == ["0", "1", "2", "3", "4", "0"]
+    assert devices(5, placement={"colocate": ["policy", "rollout"]}) == ["0", "1", "2", "3", "4", "0"]
+    same = {"critic_trainer": {"ranks": 2}}
+    assert devices(2, placement={"colocate": "all"}, **same) == ["0", "1", "0", "1", "0"]
+    assert devices(3, placement={"colocate": ["policy", "critic"]}, **same) == ["0", "1", "0", "1", "2"]
+    with pytest.raises(PlacementError, match=r"trainer.ranks 2, critic.trainer.ranks 3\): set critic.trainer.ranks=2"):
+        devices(8, placement={"colocate": "all"})
+    with pytest.raises(InfeasibleError, match=r"2 \(policy \+ critic\) \+ 1 \(rollout\) = 3 GPUs, and this host has 2"):
+        devices(2, placement={"colocate": ["policy", "critic"]}, **same)
     with pytest.raises(InfeasibleError, match=r"critic.trainer.ranks 3 needs as many GPUs.* has 2"):
         devices(2)
 

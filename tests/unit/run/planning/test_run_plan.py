@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.cluster.placement.bundles import PlacementError
 from lockstep.config.loader import check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.models.model_facts import AdapterFacts, ModelFacts
@@ -115,7 +116,8 @@ def test_colocated_engines_share_the_gpus_of_ranks() -> None:
     assert devices(8, rollout=wide) == ["cuda:2", "cuda:4"]
     assert devices(4, rollout=wide) == ["cuda:2", "cuda:0"]
     assert devices(3, rollout=wide)[0] == "cuda:1", "the last two"
-    assert devices(8, rollout=wide, placement=together) == ["cuda:0", "cuda:0"]
+    with pytest.raises(PlacementError, match=r"2 engines with 2 GPUs each need 4: set rollout.engine.count=1 or fewer"):
+        devices(8, rollout=wide, placement=together)
     assert devices(8, rollout=wide, placement=together, trainer={"ranks": 4}) == ["cuda:0", "cuda:2"]
     with pytest.raises(InfeasibleError, match="tensor_parallel_size 4 needs as many GPUs, and this host has 2"):
         devices(2, rollout=wide | {"engine": {"kind": "vllm", "tensor_parallel_size": 4}})

@@ -10,7 +10,7 @@ import pytest
 from test_run_plan import HOST, MODEL
 
 from lockstep.cluster.placement.assignment import relax_placement
-from lockstep.cluster.placement.bundles import make_bundles
+from lockstep.cluster.placement.bundles import PlacementError, make_bundles
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.loader import check_config
 from lockstep.config.recipes import GRPOConfig
@@ -69,8 +69,11 @@ def test_its_ranks_have_gpus_of_their_own() -> None:
     assert devices(5, placement=shared) == ["0", "1", "2", "3", "4", "0"]
     with pytest.raises(InfeasibleError, match=r"reference.ranks 3 needs as many GPUs.* has 2: set reference.ranks=2"):
         devices(2)
-    with pytest.raises(InfeasibleError, match=r"reference needs GPUs of its own: 5 ranks .* this host has 4"):
+    with pytest.raises(InfeasibleError, match=r"2 \(policy \+ rollout\) \+ 3 \(reference\) = 5 GPUs, .* has 4"):
         devices(4, placement=shared)
+    assert devices(2, placement={"colocate": "all"}, reference={"ranks": 2}) == ["0", "1", "0", "1", "0"]
+    with pytest.raises(PlacementError, match=r"reference.ranks 3\): set reference.ranks=2, or leave reference out"):
+        devices(8, placement={"colocate": "all"})
 
 
 def test_placement_on_ray() -> None:
@@ -81,6 +84,21 @@ def test_placement_on_ray() -> None:
     assert ("reference-0", "reference-1", "reference-2") in bundles
     relaxed = [bundle.processes for bundle in make_bundles(found.wanted, relax_placement(wanted.placement))]
     assert ("reference-0",) in relaxed and len(relaxed) == len(found.wanted)
+
+
+def test_every_reward_model_is_placed_as_the_config_says() -> None:
+    term = {"kind": "model", "path": "m", "ranks": 2}
+    reward = {"terms": [{"kind": "exact_match"}, {**term, "name": "a"}, {**term, "name": "b"}], "workers": 1}
+    placement = {"reward_model": {"nodes": 2, "cpus": 2}, "reference": {"cpus": 1}}
+    wanted = config(cluster="ray", reward=reward, placement=placement)
+    found = plan(wanted)
+    models = ["reward_model", "reward_model_2"]
+    assert [each.cpus for each in found.wanted if each.role in models] == [2] * 4
+    alone = {bundle.processes for bundle in make_bundles(found.wanted, wanted.placement) if bundle.one_per_node}
+    assert alone == {(f"{role}-{rank}",) for role in models for rank in range(2)}
+    odd = config(cluster="ray", reward=reward, placement={"reward_model": {"nodes": 3}})
+    with pytest.raises(PlacementError, match=r"reward.terms.1.ranks 2 cannot be .*placement.reward_model.nodes 3"):
+        make_bundles(plan(odd).wanted, odd.placement)
 
 
 def test_check_tests_its_communicator() -> None:

@@ -17,6 +17,7 @@ from lockstep.config.trainer import CheckpointConfig, TrainerConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.run_incidents import RECOVERY_EVENT
 from lockstep.run.checkpoint_manager import CheckpointManager
+from lockstep.run.devices.device_turns import DeviceTurns
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery import trainer_recovery
 from lockstep.run.recovery.recovery_manager import RecoveryManager
@@ -43,7 +44,11 @@ class Group:
 
     def __init__(self, role: str, workers: list[Any]) -> None:
         self.role = SimpleNamespace(name=role, trainer=TrainerConfig(ranks=len(workers)))
+        self.turns = DeviceTurns()
         self.replace_ranks(workers, [])
+
+    def ranks_killed(self) -> None:
+        pass
 
     @property
     def ranks(self) -> int:

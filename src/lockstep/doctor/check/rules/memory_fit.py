@@ -1,6 +1,6 @@
 """Judges whether the memory that each role of a run needs fits. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -71,10 +71,17 @@ def compute_dtype(config: Config, role: TrainRole) -> str:
     return "float32" if config.cluster.device == "cpu" else "bfloat16"
 
 
-def judge_memory(config: Config, ranks: RankMemory, shape: ModelShape | None, memory: ProcessMemory) -> list[Finding]:
+def judge_memory(
+    config: Config,
+    ranks: RankMemory,
+    shape: ModelShape | None,
+    memory: ProcessMemory,
+    served: Mapping[str, int] | None = None,
+) -> list[Finding]:
     """Judges whether a GPU (or this host) has the memory that each role needs.
 
     Args:
+        served: the bytes of a rank of each served role, as far as they are known.
         shape: the shape of the policy's model, which engines serve; None if it is not known.
     """
     roles = {role.name: ranks(role, config.token_budget) for role in config.train_roles}
@@ -89,6 +96,7 @@ def judge_memory(config: Config, ranks: RankMemory, shape: ModelShape | None, me
     if memory.device == "cpu":
         return _judge_host_memory(config, roles, engine, memory)
     found = [_judge_rank_memory(config, role, ranks, memory) for role in config.train_roles]
+    found += _judge_set_memory(config, roles, served or {}, memory)
     if engine and shape is not None:
         found += _judge_engine_memory(config, shape, roles[config.policy.name], engine, memory)
     return found
@@ -132,6 +140,40 @@ def _judge_rank_memory(config: Config, role: TrainRole, ranks: RankMemory, memor
     )  # fmt: skip
 
 
+def _judge_set_memory(
+    config: Config, trained: Mapping[str, Mapping[str, int]], served: Mapping[str, int], memory: ProcessMemory
+) -> Iterator[Finding]:
+    """Judges for each set of roles that share GPUs whether a GPU holds a rank that computes beside what the others
+    leave on it. Served roles leave nothing."""
+    sets: dict[tuple[str, ...], list[str]] = {}
+    for name in (*trained, *served):
+        sets.setdefault(config.placement.set_of(name), []).append(name)
+    kept = {role.name: sum(_kept_while_offloaded(role, trained[role.name]).values()) for role in config.train_roles}
+    full = {name: sum(parts.values()) for name, parts in trained.items()} | dict(served)
+    usable = int(memory.bytes * (1 - RESERVE))
+    for names in (each for together, each in sets.items() if len(together) > 1 and len(each) > 1):
+        needs = {name: full[name] + sum(kept.get(other, 0) for other in names if other != name) for name in names}
+        worst = max(needs, key=lambda name: needs[name])
+        others = [f"{_size(kept[name])} that {name} keeps" for name in names if name != worst and kept.get(name)]
+        terms = " + ".join([f"{_size(full[worst])} of {worst}", *others])
+        text = f"{' and '.join(names)} share a GPU: at most {terms} = {_size(needs[worst])}, of {_size(memory.bytes)}"
+        if needs[worst] <= usable:
+            yield Finding("memory-set", "ok", "", text, source=ZERO)
+        elif full[worst] <= usable or worst in served:
+            fields = [role.field("trainer.offload") for role in config.train_roles if kept.get(role.name)]
+            fix = f"leave {' and '.join(fields)} out" if others else f"use more ranks for {worst}"
+            why = f"the rank runs out of memory in its first turn: only {_size(usable)} are usable"
+            yield Finding("memory-set", "error", "", text, why, fix, ZERO)
+
+
+def _kept_while_offloaded(role: TrainRole, parts: Mapping[str, int]) -> dict[str, int]:
+    """What a rank of a trained role leaves on its GPU while another role computes there, by part."""
+    offload, adapted = role.trainer.offload, ("frozen weights", "merged adapter", "reference")
+    moved = {*(("weights", *adapted) if offload.parameters else ()), *(("optimizer",) if offload.optimizer else ())}
+    freed = {"activations", "logits", "gathered", "gradients"}
+    return {part: size for part, size in parts.items() if part not in moved | freed}
+
+
 def _judge_engine_memory(
     config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], memory: ProcessMemory
 ) -> list[Finding]:  # fmt: skip
@@ -150,12 +192,7 @@ def _judge_engine_memory(
     sequences = f"{seen}, which leaves room for {rows:,} sequences of {max_sequence_tokens(config, shape):,} tokens"
     found = [Finding("memory-engine", "ok", "", sequences, source=PAGED)]
     if config.placement.shared:
-        kept = sum(
-            size for part, size in trainer.items()
-            if not (part in ("weights", "gathered") and config.trainer.offload.parameters)
-            and not (part == "optimizer" and config.trainer.offload.optimizer)
-            and part not in ("activations", "logits", "gathered", "gradients")
-        )  # fmt: skip
+        kept = sum(_kept_while_offloaded(config.policy, trainer).values())
         if kept + share * memory.bytes > memory.bytes:
             fits = max(0.0, 1 - kept / memory.bytes - RESERVE)
             found.append(
@@ -164,7 +201,7 @@ def _judge_engine_memory(
                     f"on shared GPUs the trainer keeps {_size(kept)} while the engine takes {share:.0%} of "
                     f"{_size(memory.bytes)}",
                     "whichever wakes second runs out of memory",
-                    "set trainer.offload.parameters=true and trainer.offload.optimizer=true"
+                    "leave trainer.offload out, so that parameters and optimizer leave the GPU"
                     + (f", or rollout.engine.gpu_memory_utilization={fits:.2f}" if fits > 0.1 else ""), ZERO,
                 )
             )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Roles that share devices (`placement.colocate`) take turns: before one of them computes, the others leave."""
+
+from collections.abc import Callable, Hashable, Iterable
+from itertools import zip_longest
+from typing import Protocol, TypeVar
+
+from lockstep.config.run_config import RunConfig
+
+T = TypeVar("T")
+
+
+class DeviceUser(Protocol):
+    """The processes of a role, which use devices."""
+
+    def offload(self) -> None:
+        """Leaves the devices once what was submitted before is done. Does nothing if that was done already."""
+
+
+class DeviceTurns:
+    """The users of the same devices. One at a time is on them."""
+
+    def __init__(self) -> None:
+        self._users: list[DeviceUser] = []
+        self._current: DeviceUser | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are two users or more."""
+        return len(self._users) > 1
+
+    def join(self, user: DeviceUser) -> None:
+        """Adds a user."""
+        self._users.append(user)
+
+    def begin(self, user: DeviceUser) -> None:
+        """Makes all other users leave the devices. Returns when they have, unless it is this user's turn already.
+
+        Raises:
+            RemoteError, WorkerDied, Stalled: a trained role could not leave.
+        """
+        if self._current is not user:
+            self.vacate(user)
+            self._current = user
+
+    def vacate(self, user: DeviceUser | None = None) -> None:
+        """Makes all users leave the devices, except this one. Raises what `begin` raises."""
+        self._current = None
+        for each in self._users:
+            if each is not user:
+                each.offload()
+
+
+class EngineTurn:
+    """The engines of a run, whose turn begins when they generate or load weights.
+
+    Args:
+        turns: those of the engines' devices.
+        sleep: makes the engines release their devices.
+        offload: frees the devices of trained roles whose config says so, also of those that share no device.
+    """
+
+    def __init__(self, turns: DeviceTurns, sleep: Callable[[], None], offload: Callable[[], None]) -> None:
+        self._turns, self._sleep, self._offload_others = turns, sleep, offload
+        turns.join(self)
+
+    def begin(self) -> None:
+        """Makes trained and served roles leave the devices of the engines, which wake for their next request."""
+        self._offload_others()
+        self._turns.begin(self)
+
+    def offload(self) -> None:
+        """Makes the engines sleep."""
+        self._sleep()
+
+
+def turns_by_role(config: RunConfig) -> dict[str, DeviceTurns]:
+    """The turns of each trained and served role, and of `rollout`: the same object for roles that share devices."""
+    names = [*(role.name for role in config.train_roles), *(role.name for role in config.serve_roles), "rollout"]
+    sets: dict[Hashable, DeviceTurns] = {}
+    found = {}
+    for name in names:
+        together = config.placement.set_of(name)
+        found[name] = sets.setdefault(together if len(together) > 1 else name, DeviceTurns())
+    return found
+
+
+def divide_into_waves(roles: Iterable[T], turns: Callable[[T], DeviceTurns]) -> list[list[T]]:
+    """Divides roles into waves. The roles of a wave share no devices, so they compute at the same time; those that
+    share devices are in consecutive waves, in their order.
+
+    Args:
+        turns: the turns of a role.
+    """
+    sets: dict[int, list[T]] = {}
+    for role in roles:
+        sets.setdefault(id(turns(role)), []).append(role)
+    return [[role for role in wave if role is not None] for wave in zip_longest(*sets.values())]

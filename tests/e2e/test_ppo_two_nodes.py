@@ -1,0 +1,50 @@
+"""PPO on a Ray cluster of two hosts, policy on one and critic on the other: a host is lost, and the run ends with the
+same models, bit by bit, as on one host that nothing disturbs."""
+
+import time
+from pathlib import Path
+
+import pytest
+from forked_controller import ENVIRONMENT
+from harness import Launched, task, train, write
+from network_namespaces import needs_namespaces
+from ray_hosts import Hosts, needs_ray
+from test_colocation import assert_equal_runs, make_scorer, settings
+
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(900), needs_namespaces]
+
+STEPS = 20
+CPUS = {"policy": {"cpus": 1.5}, "critic": {"cpus": 1.0}, "rollout": {"cpus": 0.5}}
+
+
+def test_the_run_continues_without_the_host_of_the_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the critic an engine is lost. Both restart beside the policy, which is kept."""
+    home, hosts = task(tmp_path), Hosts(tmp_path)
+    make_scorer(home)
+    terms = {"terms": [{"kind": "exact_match"}, {"kind": "regex", "pattern": "[0-4].*", "weight": 0.5}], "workers": 1}
+    values = settings(home, "alone", steps=STEPS, reference=None, reward=terms, folder=str(tmp_path / "runs"))
+    alone = train(home, values)
+    spread = {
+        **values, "name": "hosts", "placement": {"strategy": "spread", **CPUS},
+        "cluster": {"kind": "ray", "address": hosts.address, "orphan_grace_s": 3.0},
+    }  # fmt: skip
+    file = write(home, spread)
+    try:
+        hosts.connect()
+        hosts.start_ray(cpus=4)
+        hosts.meet()
+        for name, value in {**hosts.environment, "LOCKSTEP_BEACONS": str(hosts.shared("a"))}.items():
+            monkeypatch.setenv(name, value)
+            monkeypatch.setitem(ENVIRONMENT, name, value)
+        launched = Launched.start(tmp_path / "runs/hosts", str(file), cold=True)
+        launched.wait_for("train", 3)
+        where = launched.printed()
+        assert f"{hosts.other}" in where
+        cut = time.monotonic()
+        hosts.cut()
+        assert launched.finish(timeout_s=400) == 0, launched.text()
+        print(f"{time.monotonic() - cut:.1f} s from the loss of the host to the end of the run")
+    finally:
+        hosts.close()
+    assert "critic-0 vanished" in launched.text() and "policy-0 vanished" not in launched.text(), launched.text()
+    assert_equal_runs(launched.folder, alone)
