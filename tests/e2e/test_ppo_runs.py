@@ -93,7 +93,7 @@ class PlainLoop:
         of_critic = torch.optim.AdamW(self.critic.parameters(), lr=CRITIC_LR, weight_decay=0.0)
         rows = []
         for step, groups in enumerate(self.groups):
-            samples = [self.sample(group, k) for group in groups for k in range(GROUP)]
+            samples = [self.sample(group, k, step < WARMUP) for group in groups for k in range(GROUP)]
             every = torch.cat([each["advantage"] for each in samples])
             mean, deviation = every.mean(), every.std()
             row: dict[str, list[float]] = {"policy/loss": [], "critic/loss": [], "policy/clip_fraction": []}
@@ -116,8 +116,9 @@ class PlainLoop:
         return rows
 
     @torch.no_grad()
-    def sample(self, group: Group, number: int) -> dict[str, Any]:
-        """What is known of a completion before the first update of its step."""
+    def sample(self, group: Group, number: int, warmup: bool) -> dict[str, Any]:
+        """What is known of a completion before the first update of its step. In the warm-up the critic learns the
+        discounted sums of rewards, without clipping."""
         completion = group.completions[number]
         assert group.rewards is not None
         old = self.logprobs(self.policy, group, completion)
@@ -130,7 +131,13 @@ class PlainLoop:
         lam = max(0.0, 1 - 1 / (ALPHA * old.numel())) if self.vapo else LAM
         advantage = self.advantages(rewards, values.tolist(), lam)
         returns = self.advantages(rewards, values.tolist(), 0.97 if self.vapo else LAM) + values[:-1]
+        if warmup:
+            rewards.append(values[-1].item())
+            returns = torch.tensor(
+                [sum(GAMMA**k * each for k, each in enumerate(rewards[t:])) for t in range(len(rewards) - 1)]
+            )
         found = {"old": old, "value": values[:-1], "advantage": advantage, "return": returns}
+        found["clip"] = torch.tensor(float("inf") if warmup else VALUE_CLIP)
         return {**found, "group": group, "completion": completion}
 
     @staticmethod
@@ -144,7 +151,7 @@ class PlainLoop:
     def value_loss(self, sample: dict[str, Any]) -> Tensor:
         values, total = self.values(sample["group"], sample["completion"])[:-1], torch.zeros(())
         for value, old, target in zip(values, sample["value"], sample["return"], strict=True):
-            near = old + torch.clamp(value - old, -VALUE_CLIP, VALUE_CLIP)
+            near = old + torch.clamp(value - old, -sample["clip"], sample["clip"])
             total = total + 0.5 * torch.max((value - target) ** 2, (near - target) ** 2)
         return total
 
@@ -186,7 +193,8 @@ def test_four_steps_follow_a_plain_loop(home: Path, alone: Path, vapo: bool) -> 
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert "policy/loss" not in rows[0], "the policy waits for the critic"
-    assert any(row["critic/clip_fraction"] for row in rows) and any(row["policy/clip_fraction"] for row in rows[1:])
+    assert rows[0]["critic/clip_fraction"] == 0 and any(row["critic/clip_fraction"] for row in rows[1:])
+    assert any(row["policy/clip_fraction"] for row in rows[1:])
     for folder, model in (("export", loop.policy), ("critic/export", loop.critic)):
         exported, trained = load_file(run / folder / "model.safetensors"), model.state_dict()
         for name in exported.keys() - {f"model.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}:
