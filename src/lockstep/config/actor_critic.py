@@ -79,7 +79,8 @@ class CriticConfig(Section):
     value pre-training of VC-PPO, Yuan et al. 2025, and VAPO). As many as `steps` for a run that trains nothing else."""
     warmup_lam: float = Field(1.0, ge=0, le=1)
     """Lambda of the returns that it learns in these steps: 1 for Monte Carlo returns, the discounted sums of rewards,
-    which do not depend on its values. They are not clipped by `loss.clip`."""
+    which do not depend on its values. `critic.loss.clip` has no effect
+    on them."""
     warmup_epochs: int | None = Field(None, gt=0)
     """Passes over a step's completions in these steps; `epochs` when absent."""
     warmup_explained_variance: float | None = Field(None, gt=0, le=1)
