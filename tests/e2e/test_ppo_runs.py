@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from test_preference_examples import ROOT, example
 from test_recovery import kill_worker, replacements
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.data.sample_order import permutation
 from lockstep.data.samples import Completion, Group
@@ -33,13 +33,17 @@ VAPO = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model, a critic with a head of its own, and the data of a task."""
+    """A folder with a tiny model, a critic with a head of its own, a reward model, and the data of a task."""
     home = task(tmp_path_factory.mktemp("ppo"))
     torch.manual_seed(2)
     shape = AutoConfig.from_pretrained(home / "model", num_labels=1)
     critic = AutoModelForSequenceClassification.from_config(shape)
     critic.score.weight.data.normal_(0, 0.2)
     critic.save_pretrained(home / "value")
+    scorer = AutoModelForSequenceClassification.from_pretrained(home / "model", num_labels=1, dtype=torch.float32)
+    scorer.score.weight.data.normal_(0, 0.2)
+    scorer.save_pretrained(home / "scorer")
+    AutoTokenizer.from_pretrained(home / "model").save_pretrained(home / "scorer")
     return home
 
 
@@ -219,7 +223,8 @@ def test_results_depend_on_neither_ranks_nor_rows(
 
 @pytest.fixture(scope="module")
 def whole(home: Path) -> Path:
-    """An undisturbed run with a coefficient that adapts, on two ranks of the policy and one of the critic."""
+    """An undisturbed run with a coefficient that adapts, on two ranks of the policy and one of the critic, the
+    reference and the reward model each."""
     run = train(home, disturbed(home, "whole"))
     coefficients = [row["reward/kl_coefficient"] for row in metric_rows(run)]
     assert coefficients[: WARMUP + 1] == [KL] * (WARMUP + 1) and len(set(coefficients)) == STEPS - WARMUP
@@ -228,7 +233,10 @@ def whole(home: Path) -> Path:
 
 def disturbed(home: Path, name: str, **changes: Any) -> dict[str, Any]:
     values = settings(home, name, kl_controller={"target": 0.01, "horizon": 40}, checkpoint={"every": 2}, **changes)
-    return {**values, "trainer": {**values["trainer"], "ranks": 2}}
+    model = {"kind": "model", "path": str(home / "scorer"), "threads": 1}
+    reward = {"terms": [*values["reward"]["terms"], model]}
+    roles = {"reference": {"threads": 1}, "trainer": {**values["trainer"], "ranks": 2}}
+    return {**values, **roles, "reward": reward}
 
 
 def assert_same(launched: Launched, whole: Path) -> None:
@@ -294,8 +302,8 @@ def test_the_example_learns(sorting: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["policy-0", "critic-0", "engine-0", ""])
-@pytest.mark.parametrize("stage", ["rollout", "ledger", "logprobs", "train", "copy", "publish", "checkpoint"])
+@pytest.mark.parametrize("worker", ["policy-0", "critic-0", "engine-0", "reference-0", "reward_model-0", ""])
+@pytest.mark.parametrize("stage", ["rollout", "reward", "ledger", "logprobs", "train", "copy", "publish", "checkpoint"])
 def test_any_process_is_killed_in_any_stage(home: Path, whole: Path, tmp_path: Path, stage: str, worker: str) -> None:
     """Without a worker, the whole run is killed and resumed."""
     chance = seeded_random("ppo", stage, worker)
