@@ -181,6 +181,10 @@ def test_other_roles_have_the_tokens_of_the_policys_tokenizer(
     """With fewer tokens there is no embedding for some; with other ids a critic would read other texts."""
     small = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 32, "max_length": 32}
     make_tiny(tmp_path / "other", **small, alphabet=alphabet)
-    values["critic"] = {"model": {"path": str(tmp_path / "other")}}
-    with pytest.raises(ModelError, match=rf"^critic\.model\.path = .*{words}"):
-        prepare_run(check_config(values, "test"), None)
+    of_reward = {"terms": [{"kind": "model", "path": str(tmp_path / "other")}]}
+    for changes in (
+        {"critic": {"model": {"path": str(tmp_path / "other")}}},
+        {"critic": {"model": "reward_model"}, "reward": of_reward},
+    ):
+        with pytest.raises(ModelError, match=rf"^critic\.model\.path = .*{words}.*such as the policy's"):
+            prepare_run(check_config({**values, **changes}, "test"), None)
