@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from test_preference_examples import ROOT, example
 from test_recovery import kill_worker, replacements
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.data.sample_order import permutation
 from lockstep.data.samples import Completion, Group
@@ -33,13 +33,17 @@ VAPO = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model, a critic with a head of its own, and the data of a task."""
+    """A folder with a tiny model, a critic with a head of its own, a reward model, and the data of a task."""
     home = task(tmp_path_factory.mktemp("ppo"))
     torch.manual_seed(2)
     shape = AutoConfig.from_pretrained(home / "model", num_labels=1)
     critic = AutoModelForSequenceClassification.from_config(shape)
     critic.score.weight.data.normal_(0, 0.2)
     critic.save_pretrained(home / "value")
+    scorer = AutoModelForSequenceClassification.from_pretrained(home / "model", num_labels=1, dtype=torch.float32)
+    scorer.score.weight.data.normal_(0, 0.2)
+    scorer.save_pretrained(home / "scorer")
+    AutoTokenizer.from_pretrained(home / "model").save_pretrained(home / "scorer")
     return home
 
 
@@ -93,7 +97,7 @@ class PlainLoop:
         of_critic = torch.optim.AdamW(self.critic.parameters(), lr=CRITIC_LR, weight_decay=0.0)
         rows = []
         for step, groups in enumerate(self.groups):
-            samples = [self.sample(group, k) for group in groups for k in range(GROUP)]
+            samples = [self.sample(group, k, step < WARMUP) for group in groups for k in range(GROUP)]
             every = torch.cat([each["advantage"] for each in samples])
             mean, deviation = every.mean(), every.std()
             row: dict[str, list[float]] = {"policy/loss": [], "critic/loss": [], "policy/clip_fraction": []}
@@ -116,8 +120,9 @@ class PlainLoop:
         return rows
 
     @torch.no_grad()
-    def sample(self, group: Group, number: int) -> dict[str, Any]:
-        """What is known of a completion before the first update of its step."""
+    def sample(self, group: Group, number: int, warmup: bool) -> dict[str, Any]:
+        """What is known of a completion before the first update of its step. In the warm-up the critic learns the
+        discounted sums of rewards, without clipping."""
         completion = group.completions[number]
         assert group.rewards is not None
         old = self.logprobs(self.policy, group, completion)
@@ -130,7 +135,13 @@ class PlainLoop:
         lam = max(0.0, 1 - 1 / (ALPHA * old.numel())) if self.vapo else LAM
         advantage = self.advantages(rewards, values.tolist(), lam)
         returns = self.advantages(rewards, values.tolist(), 0.97 if self.vapo else LAM) + values[:-1]
+        if warmup:
+            rewards.append(values[-1].item())
+            returns = torch.tensor(
+                [sum(GAMMA**k * each for k, each in enumerate(rewards[t:])) for t in range(len(rewards) - 1)]
+            )
         found = {"old": old, "value": values[:-1], "advantage": advantage, "return": returns}
+        found["clip"] = torch.tensor(float("inf") if warmup else VALUE_CLIP)
         return {**found, "group": group, "completion": completion}
 
     @staticmethod
@@ -144,7 +155,7 @@ class PlainLoop:
     def value_loss(self, sample: dict[str, Any]) -> Tensor:
         values, total = self.values(sample["group"], sample["completion"])[:-1], torch.zeros(())
         for value, old, target in zip(values, sample["value"], sample["return"], strict=True):
-            near = old + torch.clamp(value - old, -VALUE_CLIP, VALUE_CLIP)
+            near = old + torch.clamp(value - old, -sample["clip"], sample["clip"])
             total = total + 0.5 * torch.max((value - target) ** 2, (near - target) ** 2)
         return total
 
@@ -186,7 +197,8 @@ def test_four_steps_follow_a_plain_loop(home: Path, alone: Path, vapo: bool) -> 
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert "policy/loss" not in rows[0], "the policy waits for the critic"
-    assert any(row["critic/clip_fraction"] for row in rows) and any(row["policy/clip_fraction"] for row in rows[1:])
+    assert rows[0]["critic/clip_fraction"] == 0 and any(row["critic/clip_fraction"] for row in rows[1:])
+    assert any(row["policy/clip_fraction"] for row in rows[1:])
     for folder, model in (("export", loop.policy), ("critic/export", loop.critic)):
         exported, trained = load_file(run / folder / "model.safetensors"), model.state_dict()
         for name in exported.keys() - {f"model.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}:
@@ -211,7 +223,8 @@ def test_results_depend_on_neither_ranks_nor_rows(
 
 @pytest.fixture(scope="module")
 def whole(home: Path) -> Path:
-    """An undisturbed run with a coefficient that adapts, on two ranks of the policy and one of the critic."""
+    """An undisturbed run with a coefficient that adapts, on two ranks of the policy and one of the critic, the
+    reference and the reward model each."""
     run = train(home, disturbed(home, "whole"))
     coefficients = [row["reward/kl_coefficient"] for row in metric_rows(run)]
     assert coefficients[: WARMUP + 1] == [KL] * (WARMUP + 1) and len(set(coefficients)) == STEPS - WARMUP
@@ -220,7 +233,10 @@ def whole(home: Path) -> Path:
 
 def disturbed(home: Path, name: str, **changes: Any) -> dict[str, Any]:
     values = settings(home, name, kl_controller={"target": 0.01, "horizon": 40}, checkpoint={"every": 2}, **changes)
-    return {**values, "trainer": {**values["trainer"], "ranks": 2}}
+    model = {"kind": "model", "path": str(home / "scorer"), "threads": 1}
+    reward = {"terms": [*values["reward"]["terms"], model]}
+    roles = {"reference": {"threads": 1}, "trainer": {**values["trainer"], "ranks": 2}}
+    return {**values, **roles, "reward": reward}
 
 
 def assert_same(launched: Launched, whole: Path) -> None:
@@ -286,8 +302,8 @@ def test_the_example_learns(sorting: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["policy-0", "critic-0", "engine-0", ""])
-@pytest.mark.parametrize("stage", ["rollout", "ledger", "logprobs", "train", "copy", "publish", "checkpoint"])
+@pytest.mark.parametrize("worker", ["policy-0", "critic-0", "engine-0", "reference-0", "reward_model-0", ""])
+@pytest.mark.parametrize("stage", ["rollout", "reward", "ledger", "logprobs", "train", "copy", "publish", "checkpoint"])
 def test_any_process_is_killed_in_any_stage(home: Path, whole: Path, tmp_path: Path, stage: str, worker: str) -> None:
     """Without a worker, the whole run is killed and resumed."""
     chance = seeded_random("ppo", stage, worker)

@@ -99,14 +99,20 @@ def _token(given: str | None) -> str:
         ValueError: it cannot be a token, or can be guessed (WeakToken).
         PermissionError: other users can read the file.
     """
-    from lockstep.base.transport.run_token import TOKEN_COMMAND, check_token, reward_token_path, token_of_file
+    from lockstep.base.transport.run_token import (
+        REWARD_POWER,
+        TOKEN_COMMAND,
+        check_token,
+        reward_token_path,
+        token_of_file,
+    )
 
     if given is None:
-        return token_of_file(reward_token_path(), TOKEN_VARIABLE)
+        return token_of_file(reward_token_path(), TOKEN_VARIABLE, REWARD_POWER)
     token = given.strip()  # a file that a shell reads ends with a newline
     if not re.fullmatch(r"[!-~]+", token):
         problem = "is empty" if not token else "has characters that a header cannot have"
         raise ValueError(
             f"{TOKEN_VARIABLE} {problem}: unset it, or make one: export {TOKEN_VARIABLE}=$({TOKEN_COMMAND})"
         )
-    return check_token(token, TOKEN_VARIABLE)
+    return check_token(token, TOKEN_VARIABLE, REWARD_POWER)

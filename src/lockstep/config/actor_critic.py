@@ -1,11 +1,13 @@
 """The critic of a recipe, what it learns, and the advantages that follow from its values."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.algorithm import ObjectiveConfig, TrainerOutput
 from lockstep.config.model import ModelConfig
+from lockstep.config.reward import ModelReward, RewardTerm
 from lockstep.config.section import Section, with_defaults
 from lockstep.config.trainer import TrainerConfig
 
@@ -64,15 +66,26 @@ class KLController(Section):
 class CriticConfig(Section):
     """The model that estimates the value of each state, and how it is trained."""
 
-    model: ModelConfig | None = None
-    """The model that it starts from, such as a reward model; a language model gets a new head. The policy's, with a new
-    adapter if the policy has one, when absent."""
+    model: ModelConfig | Literal["policy", "reward_model"] = "policy"
+    """The model that it starts from: `policy`, which gets a new head; `reward_model`, that of the first term of
+    `reward.terms` with kind `model` and a `path`, which must have the policy's tokens; or a section with the `path` of
+    another. `policy` and `reward_model` have a new adapter if the policy trains one."""
     trainer: TrainerConfig = TrainerConfig()
     """The same fields as `trainer`, with their own defaults (one rank) and a learning rate of 9e-6 (OpenRLHF's);
     nothing is taken from the policy's section."""
     loss: ValueLoss = ValueLoss()
     warmup_steps: int = Field(0, ge=0)
-    """The first steps of the run, in which only the critic is trained."""
+    """The first steps of the run, in which only the critic is trained, on completions of the policy as it began (the
+    value pre-training of VC-PPO, Yuan et al. 2025, and VAPO). As many as `steps` for a run that trains nothing else."""
+    warmup_lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the returns that it learns in these steps: 1 for Monte Carlo returns, the discounted sums of rewards,
+    which do not depend on its values. `critic.loss.clip` has no effect
+    on them."""
+    warmup_epochs: int | None = Field(None, gt=0)
+    """Passes over a step's completions in these steps; `epochs` when absent."""
+    warmup_explained_variance: float | None = Field(None, gt=0, le=1)
+    """These steps end before `warmup_steps` once the critic explains this share of the variance of a step's returns,
+    before it learns them."""
     export: bool = False
     """Also export the critic when the run ends, as `checkpoint.export` does the policy."""
 
@@ -81,16 +94,57 @@ class CriticConfig(Section):
     def _set_learning_rate(cls, values: Any) -> Any:
         return with_defaults(values, {"trainer": {"optimizer": {"lr": 9e-6}}})
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _read_model(cls, value: Any) -> Any:
+        """Validates a section as such, so that its errors name its fields and not those of all choices."""
+        if isinstance(value, Mapping):
+            return ModelConfig.model_validate(value)
+        if value is None:  # in configs that were stored before there was a choice
+            return "policy"
+        if not isinstance(value, ModelConfig) and value not in ("policy", "reward_model"):
+            raise ValueError("expected policy, reward_model, or a section with a path: set critic.model.path")
+        return value
+
     @field_validator("model")
     @classmethod
-    def _set_head(cls, model: ModelConfig | None) -> ModelConfig | None:
-        if model is not None and "head" in model.model_fields_set and model.head != "score":
+    def _set_head(cls, model: ModelConfig | str) -> ModelConfig | str:
+        if isinstance(model, str):
+            return model
+        if "head" in model.model_fields_set and model.head != "score":
             raise ValueError(f"head {model.head} does not suit a critic, which has a score: leave it out")
-        return None if model is None else model.model_copy(update={"head": "score"})
+        return model.model_copy(update={"head": "score"})
 
-    def starting_model(self, policy: ModelConfig) -> ModelConfig:
-        """The critic's model, given the policy's, on whose tokens it is trained."""
-        if self.model is not None:
-            return self.model.model_copy(update={"tokenizer": self.model.tokenizer or policy.tokenizer or policy.path})
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        defaults = type(self).model_fields
+        for name in ("warmup_lam", "warmup_epochs", "warmup_explained_variance"):
+            if not self.warmup_steps and getattr(self, name) != defaults[name].default:
+                raise ValueError(f"{name} has no effect with warmup_steps 0: set warmup_steps, or leave it out")
+        return self
+
+    def starting_model(self, policy: ModelConfig, rewards: Sequence[RewardTerm]) -> ModelConfig:
+        """The critic's model, on the tokens of the policy.
+
+        Args:
+            policy: the policy's model.
+            rewards: the terms of the reward.
+
+        Raises:
+            ValueError: it starts from a reward model, and no term has one.
+        """
+        tokenizer = policy.tokenizer or policy.path
+        if isinstance(self.model, ModelConfig):
+            return self.model.model_copy(update={"tokenizer": self.model.tokenizer or tokenizer})
         adapter = None if policy.adapter is None else policy.adapter.model_copy(update={"path": None})
-        return policy.model_copy(update={"head": "score", "adapter": adapter})
+        changes: dict[str, Any] = {"head": "score", "adapter": adapter}
+        if self.model == "reward_model":
+            term = next((each for each in rewards if isinstance(each, ModelReward) and each.path is not None), None)
+            if term is None:
+                raise ValueError(
+                    "critic.model is reward_model, but no term of reward.terms has kind model and a path: add one, or "
+                    "set critic.model.path"
+                )
+            of_term = ("path", "revision", "trust_remote_code", "packing")
+            changes |= {name: getattr(term, name) for name in of_term} | {"tokenizer": tokenizer}
+        return policy.model_copy(update=changes)

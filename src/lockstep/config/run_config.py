@@ -1,7 +1,8 @@
 """The fields that all recipes share: folder, seed, evaluation, tracking."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -317,6 +318,10 @@ class RunConfig(Section):
     def needs_engines(self) -> bool:
         """Whether the run has rollout engines: for its training, or only for its evaluation."""
         return self.generation is not None or self.evaluation is not None
+
+    def reason_to_stop(self, committed: Mapping[str, Any]) -> str:
+        """Why the run ends after a step whose commit recorded these metrics; empty if it does not."""
+        return ""
 
     @property
     def exported_roles(self) -> tuple[str, ...]:

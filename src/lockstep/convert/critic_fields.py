@@ -50,6 +50,7 @@ def set_openrlhf_critic(conv: Conversion) -> None:
         conv.put("advantage.whiten", "mean", "algo.advantage.no_std_norm")
     frozen = conv.integer("critic.freezing_steps") or 0
     conv.put("critic.warmup_steps", max(0, frozen), "critic.freezing_steps")
+    _keep_warmup_targets(conv, frozen, "algo.advantage.lambd")
     starts = "critic.model_name_or_path" if conv.has("critic.model_name_or_path") else "reward.model_name_or_path"
     if conv.has(starts):
         conv.put("critic.model.path", conv.items(starts)[0], starts)
@@ -65,6 +66,17 @@ def set_openrlhf_critic(conv: Conversion) -> None:
     if target := conv.number("algo.kl.target"):
         conv.put("kl_controller.target", target, "algo.kl.target", keep=True)
         conv.put("kl_controller.horizon", conv.integer("algo.kl.horizon"), "algo.kl.horizon")
+
+
+def _keep_warmup_targets(conv: Conversion, frozen: int, lam: str) -> None:
+    """Gives the critic the same targets in its warm-up as later, as both frameworks do.
+
+    Args:
+        frozen: steps of the warm-up.
+        lam: the option that sets the advantages' lambda.
+    """
+    if frozen > 0 and (entry := conv.fields.get("advantage.lam")) is not None:
+        conv.put("critic.warmup_lam", entry.value, lam)
 
 
 def _share(conv: Conversion, field: str) -> None:
@@ -86,7 +98,9 @@ def set_verl_critic(conv: Conversion, ranks: int, updates: int) -> None:
     conv.put("advantage.kind", "gae", "algorithm.adv_estimator", keep=True)
     _copy(conv, _VERL)
     conv.put("critic.trainer.ranks", ranks, "trainer.n_gpus_per_node", keep=True)
-    conv.put("critic.warmup_steps", max(0, conv.integer("trainer.critic_warmup") or 0), "trainer.critic_warmup")
+    frozen = conv.integer("trainer.critic_warmup") or 0
+    conv.put("critic.warmup_steps", max(0, frozen), "trainer.critic_warmup")
+    _keep_warmup_targets(conv, frozen, "algorithm.lam")
     if conv.has("critic.model.path"):
         conv.put("critic.model.path", conv.text("critic.model.path"), "critic.model.path")
     share = conv.number_or("critic.optim.lr_warmup_steps_ratio", 0.0)

@@ -9,7 +9,7 @@ from lockstep.data.forest_builder import forest_from_rollouts, forest_of_states
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import TrainingBatch, pack
 from lockstep.run.run import Run
-from lockstep.run.step_advantages import actor_critic_targets, kl_coefficient, values_of_states
+from lockstep.run.step_advantages import actor_critic_targets, is_warmup, kl_coefficient, values_of_states
 
 
 def ppo(run: Run, cfg: PPOConfig) -> None:
@@ -26,14 +26,16 @@ def ppo(run: Run, cfg: PPOConfig) -> None:
             with run.stage("logprobs"):
                 run.annotate(actor, critic=states)
             values, last = values_of_states(states, actor)
-            kl = kl_coefficient(cfg, step, run.ledger.committed(step - 1))
-            targets = actor_critic_targets(rollouts.rewards, actor, values, last, kl, cfg)
+            previous = run.ledger.committed(step - 1)
+            kl, warmup = kl_coefficient(cfg, previous), is_warmup(cfg, step, previous)
+            targets = actor_critic_targets(rollouts.rewards, actor, values, last, kl, cfg, warmup)
             actor.set_per_target("advantage", targets.advantages)
-            critic.set_per_target("old_value", values)
+            critic.set_per_target("old_value", targets.old_values)
             critic.set_per_target("return", targets.returns)
-            minibatches = {"critic": _minibatches(critic, cfg.critic.loss, cfg, run.seed(step))}
-            if step >= cfg.critic.warmup_steps:
-                minibatches["policy"] = _minibatches(actor, cfg.loss, cfg, run.seed(step))
+            epochs = cfg.epochs_of_critic(warmup)
+            minibatches = {"critic": _minibatches(critic, cfg.critic.loss, cfg, run.seed(step), epochs)}
+            if not warmup:
+                minibatches["policy"] = _minibatches(actor, cfg.loss, cfg, run.seed(step), cfg.epochs)
             with run.stage("train"):
                 stats = run.trained.step(minibatches)  # both at the same time
             run.commit(step, [*stats.get("policy", []), targets.metrics], critic=stats["critic"])
@@ -41,7 +43,9 @@ def ppo(run: Run, cfg: PPOConfig) -> None:
                 run.weights.publish(version=step + 1)  # idempotent by version
 
 
-def _minibatches(batch: TrainingBatch, objective: ObjectiveConfig, cfg: PPOConfig, seed: int) -> Iterator[MiniBatch]:
+def _minibatches(
+    batch: TrainingBatch, objective: ObjectiveConfig, cfg: PPOConfig, seed: int, epochs: int
+) -> Iterator[MiniBatch]:
     """The data of a role's optimizer steps. Policy and critic have the same completions in each."""
     most = cfg.rollout.sampling.max_tokens
-    return batch.minibatches(cfg.epochs, cfg.minibatch_size, objective, seed=seed, max_tokens=most)
+    return batch.minibatches(epochs, cfg.minibatch_size, objective, seed=seed, max_tokens=most)

@@ -380,7 +380,9 @@ class Run:
         evaluator = self.roles.evaluator
         self._call_back(version, self._evaluate(version))
         early = "" if evaluator is None else stop_reason(self.config.early_stopping, evaluator.history, version)
-        self._stop_reason = early or self.callbacks.stop_reason
+        committed = self.ledger.committed(version - 1)
+        reached = "" if committed is None else self.config.reason_to_stop(committed)
+        self._stop_reason = early or reached or self.callbacks.stop_reason
         failure = self.callbacks.failure
         last = version == self.config.steps or bool(self._stop_reason)
         improved = evaluator is not None and evaluator.improved(version)

@@ -69,11 +69,19 @@ class ActorCriticTargets:
     """float32 `[targets]`."""
     returns: np.ndarray
     """float32 `[targets]`, what the critic learns."""
+    old_values: np.ndarray
+    """float32 `[targets]`, from which its values may move as far as the clip of its loss allows."""
     metrics: dict[str, float]
 
 
 def actor_critic_targets(
-    rewards: np.ndarray, batch: TrainingBatch, values: np.ndarray, last: np.ndarray, kl: float, config: PPOConfig
+    rewards: np.ndarray,
+    batch: TrainingBatch,
+    values: np.ndarray,
+    last: np.ndarray,
+    kl: float,
+    config: PPOConfig,
+    warmup: bool = False,
 ) -> ActorCriticTargets:
     """Computes advantages and returns from rewards and the critic's values.
 
@@ -83,6 +91,7 @@ def actor_critic_targets(
         values: float `[targets]`, of the state before each target.
         last: float `[sequences]`, of the state after the last target of each sequence.
         kl: the coefficient of the KL penalty in this step.
+        warmup: whether only the critic is trained in this step. No advantage is used, so its values may move freely.
     """
     sequences = torch.from_numpy(batch.sequences.astype(np.int64))
     penalties = kl_penalties(batch, config.loss.kl.model_copy(update={"coefficient": kl}))
@@ -90,15 +99,20 @@ def actor_critic_targets(
     per_token = critic.token_rewards(shaped, sequences, None if penalties is None else torch.from_numpy(penalties))
     known = torch.from_numpy(values.astype(np.float64))
     after = torch.from_numpy(last.astype(np.float64))
-    advantages, returns = _estimate_advantages(per_token, known, sequences, config.advantage, after)
+    lam_critic = config.critic.warmup_lam if warmup else config.advantage.lam_critic
+    advantages, returns = _estimate_advantages(per_token, known, sequences, config.advantage, after, lam_critic)
     metrics = {"reward/kl_coefficient": kl} if penalties is not None else {}
+    metrics |= {"critic/warmup": float(warmup)} if config.critic.warmup_steps else {}
     if sequences.numel():
         metrics |= {"critic/value_mean": known.mean().item(), "critic/return_mean": returns.mean().item()}
         explained = critic.explained_variance(known, returns)
         metrics |= {} if explained is None else {"critic/explained_variance": explained}
         if penalties is not None:
             metrics["reward/kl"] = _mean_over_sequences(torch.from_numpy(penalties).double() / kl, sequences)
-    return ActorCriticTargets(advantages.float().numpy(), returns.float().numpy(), metrics)
+    learned = returns.float().numpy()
+    # The clip compares the error of a value with that of the value clipped to near its old one. With the return as the
+    # old value, the clipped error is never the larger one.
+    return ActorCriticTargets(advantages.float().numpy(), learned, learned if warmup else values, metrics)
 
 
 def _shape_rewards(rewards: Tensor, config: PPOConfig) -> Tensor:
@@ -109,15 +123,19 @@ def _shape_rewards(rewards: Tensor, config: PPOConfig) -> Tensor:
 
 
 def _estimate_advantages(
-    rewards: Tensor, values: Tensor, sequences: Tensor, config: GAEAdvantage, last: Tensor
+    rewards: Tensor, values: Tensor, sequences: Tensor, config: GAEAdvantage, last: Tensor, lam_critic: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Advantages, whitened as the config says, and returns, which never are: both float64 `[targets]`."""
+    """Advantages, whitened as the config says, and returns, which never are: both float64 `[targets]`.
+
+    Args:
+        lam_critic: lambda of the returns; None for that of the advantages.
+    """
     lam: float | Tensor = config.lam
     if config.length_adaptive_alpha is not None:
         lam = critic.length_adaptive_lambda(sequences, config.length_adaptive_alpha)
     advantages, returns = critic.gae_of_targets(rewards, values, sequences, config.gamma, lam, last)
-    if config.lam_critic is not None:
-        _, returns = critic.gae_of_targets(rewards, values, sequences, config.gamma, config.lam_critic, last)
+    if lam_critic is not None:
+        _, returns = critic.gae_of_targets(rewards, values, sequences, config.gamma, lam_critic, last)
     if config.whiten == "mean_std":
         advantages = formulas.normalize_values(advantages)
     elif config.whiten == "mean" and advantages.numel():
@@ -125,7 +143,22 @@ def _estimate_advantages(
     return advantages, returns
 
 
-def kl_coefficient(config: PPOConfig, step: int, previous: Mapping[str, Any] | None) -> float:
+def is_warmup(config: PPOConfig, step: int, previous: Mapping[str, Any] | None) -> bool:
+    """Whether only the critic is trained in a step.
+
+    Args:
+        previous: what the commit of the step before recorded; None before the first step.
+    """
+    if step >= config.critic.warmup_steps:
+        return False
+    least = config.critic.warmup_explained_variance
+    if previous is None or least is None:
+        return True
+    explained = previous.get("critic/explained_variance")  # None: all returns were equal
+    return bool(previous["critic/warmup"]) and (explained is None or explained < least)
+
+
+def kl_coefficient(config: PPOConfig, previous: Mapping[str, Any] | None) -> float:
     """The coefficient of the KL penalty in a step. It is not adapted to steps in which the policy was not trained.
 
     Args:
@@ -134,8 +167,7 @@ def kl_coefficient(config: PPOConfig, step: int, previous: Mapping[str, Any] | N
     controller, kl = config.kl_controller, config.loss.kl
     if controller is None or previous is None:
         return kl.coefficient
-    untrained = step <= config.critic.warmup_steps
-    if untrained or "reward/kl" not in previous:  # all of its completions were masked
+    if previous.get("critic/warmup") or "reward/kl" not in previous:  # all of its completions were masked
         return float(previous["reward/kl_coefficient"])
     return critic.adapt_kl_coefficient(
         previous["reward/kl_coefficient"],

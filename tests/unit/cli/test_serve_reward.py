@@ -24,7 +24,7 @@ def refusal(*arguments: str) -> str:
         (" \n", "is empty"),
         (f"{secrets.token_hex(32)}\n{secrets.token_hex(32)}", "has characters that a header cannot have"),
         (f"{secrets.token_hex(32)}\u00e9", "has characters that a header cannot have"),
-        ("reward-token", "can be guessed"),
+        ("reward-token", "can be guessed (about 27 bits, at least 96 are needed): whoever guesses it can score texts"),
     ],
     ids=["empty", "blank", "two lines", "accent", "weak"],
 )

@@ -96,6 +96,36 @@ def test_a_critic_has_the_policys_adapter_settings_or_a_model_of_its_own() -> No
     assert (other.trainer.ranks, other.trainer.optimizer.lr) == (2, 9e-6)
 
 
+def test_a_critic_starts_from_the_first_reward_model_that_has_a_path() -> None:
+    terms = [
+        {"kind": "exact_match"}, {"kind": "model", "url": "http://host/classify", "tokenizer": "t"},
+        {"kind": "model", "path": "first", "revision": "r", "tokenizer": "own", "dtype": "bfloat16"},
+        {"kind": "model", "path": "second"},
+    ]  # fmt: skip
+    changes: dict[str, Any] = {"reward": {"terms": terms}, "critic": {"model": "reward_model"}}
+    config = ppo(**changes, model={"path": "m", "max_length": 777, "adapter": {"r": 4, "path": "adapter"}})
+    found = config.train_roles[1].model
+    assert (found.path, found.revision, found.tokenizer, found.head) == ("first", "r", "m", "score")
+    assert (found.dtype, found.max_length) == ("auto", 777), "as the policy's: it is trained"
+    assert found.adapter is not None and (found.adapter.r, found.adapter.path) == (4, None)
+    assert check_config(json.loads(json.dumps(config.model_dump(mode="json"))), "stored") == config
+    assert ppo(critic={"model": None}) == ppo(critic={"model": "policy"}) == ppo()
+
+
+def test_a_run_may_train_only_the_critic() -> None:
+    config = ppo(critic={"warmup_steps": 10, "warmup_epochs": 3, "export": True, "warmup_explained_variance": 0.5})
+    assert [each.folder for each in config.exports] == ["critic/export"], "the policy is as it was"
+    assert config.train_roles[1].optimizer_steps == 30
+    assert config.reason_to_stop({"critic/explained_variance": 0.6})
+    assert not config.reason_to_stop({"critic/explained_variance": 0.4}) and not config.reason_to_stop({})
+    longer = config.model_copy(update={"steps": 12})
+    assert not longer.reason_to_stop({"critic/explained_variance": 0.6}), "then the policy is trained"
+    policy, critic = longer.train_roles
+    assert (policy.optimizer_steps, critic.optimizer_steps) == (11, 32), (
+        "the warm-up has a step at least, and 10 at most"
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -110,6 +140,14 @@ def test_a_critic_has_the_policys_adapter_settings_or_a_model_of_its_own() -> No
             "but the term of kind length in reward.terms treats it",
         ),
         ({"critic": {"warmup_steps": 10}}, "leaves no step of 10"),
+        ({"critic": {"warmup_steps": 11, "export": True}}, "leaves no step of 10"),
+        ({"critic": {"warmup_lam": 0.9}}, "critic: warmup_lam has no effect with warmup_steps 0"),
+        ({"critic": {"model": "reward_model"}}, "no term of reward.terms has kind model and a path"),
+        (
+            {"critic": {"model": "org/name"}},
+            "expected policy, reward_model, or a section with a path: set critic.model",
+        ),
+        ({"critic": {"model": {"pth": "x"}}}, "critic.model.pth: unknown key"),
         ({"critic": {"model": {"path": "x", "head": "vocabulary"}}}, "does not suit a critic"),
         ({"reward_clip": [1, 0]}, "the lowest reward 1 must be less than the highest 0"),
         ({"advantage": {"lam": 0.9, "length_adaptive_alpha": 0.05}}, "leave one of the two out"),

@@ -338,6 +338,7 @@ def test_ppo_of_openrlhf() -> None:
         "critic.trainer.schedule.kind": "cosine",
         "critic.loss.clip": 0.2,
         "critic.warmup_steps": 5,
+        "critic.warmup_lam": 0.95,
         "reward_clip": [-5.0, 5.0],
         "loss.kl": {"coefficient": 0.01, "where": "reward", "estimator": "k1"},
     }

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.config.actor_critic import ValueLoss
 from lockstep.config.algorithm import (
     DrGRPOAdvantage,
     GRPOAdvantage,
@@ -22,6 +23,7 @@ from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.run.step_advantages import (
     actor_critic_targets,
     compute_advantages,
+    is_warmup,
     kl_coefficient,
     values_of_states,
 )
@@ -199,15 +201,58 @@ def test_a_step_whose_completions_are_all_masked_has_empty_rows(masks: tuple[str
         assert all(row.fields["weight"].tolist() == [0.0] for row in rows)
 
 
-def test_the_coefficient_is_not_adapted_while_only_the_critic_is_trained() -> None:
+def test_the_coefficient_is_not_adapted_to_steps_in_which_only_the_critic_was_trained() -> None:
     config = ppo(kl_controller={"target": 0.1}, critic={"warmup_steps": 2}, steps=4)
     before = {"reward/kl": 0.0, "reward/kl_coefficient": 0.01}
-    assert [kl_coefficient(config, step, before) == 0.01 for step in (1, 2, 3)] == [True, True, False]
+    assert kl_coefficient(config, {**before, "critic/warmup": 1.0}) == 0.01
+    assert kl_coefficient(config, {**before, "critic/warmup": 0.0}) < 0.01
 
 
 def test_the_coefficient_of_a_step_follows_from_the_step_before() -> None:
     fixed, adaptive = ppo(), ppo(kl_controller={"target": 0.1, "horizon": 40})
     before = {"reward/kl": 0.11, "reward/kl_coefficient": 0.05}
-    assert kl_coefficient(fixed, 1, before) == kl_coefficient(adaptive, 0, None) == 0.01
-    assert kl_coefficient(adaptive, 1, before) == pytest.approx(0.05 * (1 + 0.1 * 4 / 40))
-    assert kl_coefficient(adaptive, 1, {"reward/kl_coefficient": 0.05}) == 0.05, "no token was learnt"
+    assert kl_coefficient(fixed, before) == kl_coefficient(adaptive, None) == 0.01
+    assert kl_coefficient(adaptive, before) == pytest.approx(0.05 * (1 + 0.1 * 4 / 40))
+    assert kl_coefficient(adaptive, {"reward/kl_coefficient": 0.05}) == 0.05, "no token was learnt"
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("masks", [("ooo", "ooo"), ("o--oo", "o--oo")])
+def test_in_the_warmup_returns_are_discounted_sums_of_rewards(masks: tuple[str, ...], gamma: float) -> None:
+    """They depend neither on the critic's values nor on the lambdas of later steps, and its values may move freely."""
+    made = pack(forest_from_rollouts(conversations(*masks)), 1, 64)
+    order = np.argsort(made.sequences, kind="stable")
+    gaps = np.array([[0.1, 0.2, 0.0], [0.0, 0.4, -0.3]])
+    reference = np.empty(6, np.float32)
+    reference[order] = -1.0 - gaps.ravel()
+    made.set_per_target("reference_logprob", reference)
+    config = ppo(
+        advantage={"gamma": gamma, "lam": 0.5, "lam_critic": 0.7}, loss={"kl": {"coefficient": 2.0}},
+        critic={"warmup_steps": 3},
+    )  # fmt: skip
+    rewards, values = np.array([[1.0, -2.0]]), np.array([0.3, -0.2, 5.0, 0.1, 0.4, -0.6], np.float32)
+    per_token = -2 * gaps + [[0, 0, 1.0], [0, 0, -2.0]]
+    expected = [sum(gamma**k * each for k, each in enumerate(row[t:])) for row in per_token for t in range(3)]
+    found = actor_critic_targets(rewards, made, values, np.zeros(2), 2.0, config, warmup=True)
+    np.testing.assert_allclose(found.returns[order], expected, rtol=1e-6)
+    assert found.metrics["critic/warmup"] == 1.0
+    loss = make_objective(ValueLoss(clip=0.01))
+    fields = {"weight": torch.ones(6), "return": torch.from_numpy(found.returns)}
+    moved = torch.from_numpy(values) + 3
+    free = loss.compute({**fields, "old_value": torch.from_numpy(found.old_values)}, {"scores": moved}, None)
+    assert free.loss.item() == pytest.approx(((moved.numpy() - found.returns) ** 2 / 2).sum(), rel=1e-6)
+    assert free.metrics["clip_fraction"].item() == 0
+    later = actor_critic_targets(rewards, made, values, np.zeros(2), 2.0, config)
+    assert later.metrics["critic/warmup"] == 0.0 and later.old_values is values
+    assert np.abs(later.returns[order] - expected).max() > 0.1
+
+
+def test_the_warmup_ends_once_the_critic_explains_enough() -> None:
+    fixed, config = (ppo(critic={"warmup_steps": 4, **changes}) for changes in ({}, {"warmup_explained_variance": 0.5}))
+    good, bad = ({"critic/warmup": 1.0, "critic/explained_variance": value} for value in (0.5, 0.4))
+    assert [is_warmup(fixed, step, good) for step in range(6)] == [True] * 4 + [False] * 2
+    assert is_warmup(config, 0, None) and is_warmup(config, 1, bad) and not is_warmup(config, 1, good)
+    assert is_warmup(config, 1, {"critic/warmup": 1.0}), "all returns were equal"
+    assert not is_warmup(config, 3, {**bad, "critic/warmup": 0.0}), "it has ended before"
+    assert not is_warmup(config, 4, bad), "it does not end later than warmup_steps"
+    assert not is_warmup(ppo(), 0, None)

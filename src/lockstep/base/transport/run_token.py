@@ -24,6 +24,11 @@ MIN_BITS = 96
 TOKEN_COMMAND = "python3 -c 'import secrets; print(secrets.token_hex(32))'"
 """A command that prints a token, without Lockstep."""
 
+RUN_POWER = "runs commands as you"
+"""What whoever guesses the token of a run can do."""
+REWARD_POWER = "can score texts with your model"
+"""What whoever guesses the token of a reward server can do."""
+
 _TLS_PREFIX = "tls:"
 _WORD = re.compile(r"[A-Z]?[a-z]{2,}|[A-Z]{2,}|[0-9]{4,}")
 _WORD_BITS = 2.0
@@ -35,12 +40,12 @@ class WeakToken(PicklableError, ValueError):
 
     error_code = "weak_token"
 
-    def __init__(self, name: str, bits: float) -> None:
+    def __init__(self, name: str, bits: float, power: str) -> None:
         super().__init__(
-            f"{name} can be guessed (about {bits:.0f} bits, at least {MIN_BITS} are needed): whoever guesses it runs "
-            f"commands as you. Make a random one: export {name}=$({TOKEN_COMMAND})"
+            f"{name} can be guessed (about {bits:.0f} bits, at least {MIN_BITS} are needed): whoever guesses it "
+            f"{power}. Make a random one: export {name}=$({TOKEN_COMMAND})"
         )
-        self.name, self.bits = name, bits
+        self.name, self.bits, self.power = name, bits, power
 
 
 def new_run_token(tls: bool = False) -> str:
@@ -58,11 +63,16 @@ def with_tls(token: str) -> str:
     return token if uses_tls(token) else _TLS_PREFIX + token
 
 
-def check_token(token: str, name: str = TOKEN_VARIABLE) -> str:
-    """Returns the token. Raises WeakToken if it can be guessed; `name` is where it comes from."""
+def check_token(token: str, name: str = TOKEN_VARIABLE, power: str = RUN_POWER) -> str:
+    """Returns the token. Raises WeakToken if it can be guessed.
+
+    Args:
+        name: where it comes from.
+        power: what whoever guesses it can do.
+    """
     bits = estimated_bits(token.removeprefix(_TLS_PREFIX))
     if bits < MIN_BITS:
-        raise WeakToken(name, bits)
+        raise WeakToken(name, bits, power)
     return token
 
 
@@ -117,11 +127,12 @@ def shared_token(environment: Mapping[str, str] = os.environ, home: Path | None 
     return token_of_file(token_path(home), TOKEN_VARIABLE)
 
 
-def token_of_file(path: Path, variable: str) -> str:
+def token_of_file(path: Path, variable: str, power: str = RUN_POWER) -> str:
     """The token in a file that only the user can read; the file is made, with a random token, if there is none.
 
     Args:
         variable: the environment variable that the user can set instead, for the errors.
+        power: what whoever guesses the token can do.
 
     Raises:
         WeakToken: the token can be guessed.
@@ -135,7 +146,7 @@ def token_of_file(path: Path, variable: str) -> str:
         raise PermissionError(
             f"{path}: only you may own and read the token: replace it (rm {path}; it is made again), or set {variable}"
         )
-    return check_token(path.read_text().strip(), str(path))
+    return check_token(path.read_text().strip(), str(path), power)
 
 
 def token_path(home: Path | None = None) -> Path:

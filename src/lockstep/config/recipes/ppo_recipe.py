@@ -39,7 +39,7 @@ class PPOConfig(PolicyGradientRecipe):
 
     @property
     def train_roles(self) -> tuple[TrainRole, ...]:
-        model = self.critic.starting_model(self.model)
+        model = self.critic.starting_model(self.model, self.reward.terms)
         critic = TrainRole(
             name="critic",
             model=model,
@@ -47,14 +47,37 @@ class PPOConfig(PolicyGradientRecipe):
             objective=self.critic.loss,
             communication=self.communication,
             seed=self.seed,
-            optimizer_steps=self.steps * self.updates_per_step,
+            optimizer_steps=self._critic_updates,
         )
         return self.policy, critic
 
     @property
     def policy(self) -> TrainRole:
-        trained_steps = max(1, self.steps - self.critic.warmup_steps)
+        untrained = self.critic.warmup_steps
+        if self.critic.warmup_explained_variance is not None:
+            untrained = min(1, untrained)  # the earliest end
+        trained_steps = max(1, self.steps - untrained)
         return super().policy.model_copy(update={"optimizer_steps": trained_steps * self.updates_per_step})
+
+    @property
+    def _critic_updates(self) -> int:
+        """Optimizer steps of the critic in the whole run."""
+        warmup = self.critic.warmup_steps
+        epochs = warmup * self.epochs_of_critic(warmup=True) + (self.steps - warmup) * self.epochs
+        return epochs * self.updates_per_step // self.epochs
+
+    def epochs_of_critic(self, warmup: bool) -> int:
+        """The critic's passes over the completions of a step.
+
+        Args:
+            warmup: whether only the critic is trained in it.
+        """
+        return (self.critic.warmup_epochs or self.epochs) if warmup else self.epochs
+
+    @property
+    def trains_only_critic(self) -> bool:
+        """Whether the run is only the pre-training of a critic."""
+        return self.critic.warmup_steps == self.steps
 
     @property
     def scores_last_state(self) -> bool:
@@ -62,7 +85,15 @@ class PPOConfig(PolicyGradientRecipe):
 
     @property
     def exported_roles(self) -> tuple[str, ...]:
-        return ("policy", "critic") if self.critic.export else ("policy",)
+        policy = () if self.trains_only_critic else ("policy",)
+        return (*policy, "critic") if self.critic.export else policy
+
+    def reason_to_stop(self, committed: Mapping[str, Any]) -> str:
+        least = self.critic.warmup_explained_variance
+        explained = committed.get("critic/explained_variance")
+        if not self.trains_only_critic or least is None or explained is None or explained < least:
+            return ""
+        return f"the critic explains {explained:.3g} of the variance of returns (warmup_explained_variance {least:g})"
 
     @property
     def trial_overrides(self) -> dict[str, int]:
@@ -120,9 +151,16 @@ class PPOConfig(PolicyGradientRecipe):
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
-        if self.critic.warmup_steps >= self.steps:
+        warmup = self.critic.warmup_steps
+        if warmup > self.steps or (warmup == self.steps and not self.critic.export):
             raise ValueError(
-                f"critic.warmup_steps {self.critic.warmup_steps} leaves no step of {self.steps} in which the policy is "
-                "trained: lower it, or raise steps"
+                f"critic.warmup_steps {warmup} leaves no step of {self.steps} in which the policy is trained: lower "
+                "it, or raise steps. For a run that trains only the critic, set both to the same number, and "
+                "critic.export=true"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> Self:
+        self.critic.starting_model(self.model, self.reward.terms)
         return self

@@ -190,7 +190,7 @@ def _with_model(config: RunConfig, role: TrainRole, model: ModelConfig) -> RunCo
     if not role.section:
         return config.model_copy(update={"model": model})
     section = getattr(config, role.section, None)
-    if section is None or getattr(section, "model", None) is None:
+    if section is None or not isinstance(getattr(section, "model", None), ModelConfig):
         return config
     return config.model_copy(update={role.section: section.model_copy(update={"model": model})})
 
@@ -230,16 +230,17 @@ def _check_tokens_of_roles(config: RunConfig, tokenizer: "Tokenizer", others: Ma
     all are trained, or is from a folder in which they have other ids."""
     tokens = len(tokenizer)
     for role in config.train_roles[1:]:
-        known = others[role.name].vocabulary
+        known, problem = others[role.name].vocabulary, ""
         if known < tokens:
             problem = f"it has embeddings for {known} tokens, and the tokenizer of {config.model.path} has {tokens}"
-            raise ModelError(role.field("model.path"), role.model.path, problem, "take a model with this tokenizer")
-        if role.model.path != config.model.path and (differing := _differing_tokens_in_folder(role, tokenizer)):
+        elif role.model.path != config.model.path and (differing := _differing_tokens_in_folder(role, tokenizer)):
             problem = (
                 f"its tokenizer differs from the policy's, on whose tokens it is trained, in {len(differing)} tokens, "
                 f"such as {differing[0]!r}"
             )
-            raise ModelError(role.field("model.path"), role.model.path, problem, "take a model with this tokenizer")
+        if problem:
+            remedy = "take a model with this tokenizer, such as the policy's"
+            raise ModelError(role.field("model.path"), role.model.path, problem, remedy)
 
 
 def _differing_tokens_in_folder(role: TrainRole, tokenizer: "Tokenizer") -> list[str]:

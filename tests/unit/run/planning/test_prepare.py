@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lockstep.config.loader import apply_overrides, check_config
 from lockstep.config.model import ModelConfig
@@ -184,3 +185,23 @@ def test_other_roles_have_the_tokens_of_the_policys_tokenizer(
     values["critic"] = {"model": {"path": str(tmp_path / "other")}}
     with pytest.raises(ModelError, match=rf"^critic\.model\.path = .*{words}"):
         prepare_run(check_config(values, "test"), None)
+
+
+def test_a_critic_does_not_start_from_a_reward_model_with_other_tokens(tmp_path: Path) -> None:
+    """That reward model may give the rewards all the same."""
+    small = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 32, "max_length": 32}
+    for name, alphabet in (("policy", "0123456789="), ("other", "=9876543210")):
+        make_tiny(tmp_path / name, **small, alphabet=alphabet)
+    lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "other", num_labels=1)
+    lm.save_pretrained(tmp_path / "scorer")
+    AutoTokenizer.from_pretrained(tmp_path / "other").save_pretrained(tmp_path / "scorer")
+    write(tmp_path / "data.jsonl", 20)
+    values: dict[str, Any] = {
+        "recipe": "ppo", "name": "x", "folder": str(tmp_path), "steps": 2, "prompts_per_step": 4, "token_budget": 64,
+        "model": {"path": str(tmp_path / "policy")}, "data": {"path": str(tmp_path / "data.jsonl")},
+        "reward": {"terms": [{"kind": "model", "path": str(tmp_path / "scorer")}]}, "cluster": {"device": "cpu"},
+        "rollout": {"sampling": {"max_tokens": 8}},
+    }  # fmt: skip
+    with pytest.raises(ModelError, match=r"^critic\.model\.path = .*its tokenizer differs .*such as the policy's$"):
+        prepare_run(check_config({**values, "critic": {"model": "reward_model"}}, "test"), None)
+    assert prepare_run(check_config(values, "test"), None).rows == 20
