@@ -6,6 +6,7 @@
     script/benchmark preference floors           and the matrix products of the same tokens
     script/benchmark losses                      each step's loss beside TRL's other trainers: two minutes
     script/benchmark async                       not part of the full set: generation ahead of training, ten minutes
+    script/benchmark ppo                         PPO beside GRPO, CPU time by stage and role: five minutes
     script/benchmark --table --out FOLDER        the table of the results in FOLDER, without measuring
     script/benchmark --quick                     one tiny repeat of everything, to see that it works
 
@@ -20,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import step_losses
+from benchmarks import ppo_beside_grpo, step_losses
 from benchmarks.docs_markers import into_page
 from benchmarks.results import RAW, SETTINGS, TABLE, facts, read, report, settings
 from benchmarks.runner import ROOT, Tell, environment, peer_installed, run, write
@@ -28,7 +29,7 @@ from benchmarks.staleness import run_ahead
 from benchmarks.workloads import MODEL, TOY, WORKS, Side, Work, quick
 from lockstep.models.tiny_model import TinyModel, make_tiny
 
-GENERATION, FLOORS, ASYNC, LOSSES = "generation", "floors", "async", "losses"
+GENERATION, FLOORS, ASYNC, LOSSES, PPO = "generation", "floors", "async", "losses", "ppo"
 GROUPS = {"preference": [name for name, work in WORKS.items() if work.kind == "preference"]}
 """Names for several workloads."""
 GENERATED = {"fixed": "p32-fixed", "tail": "p32-tail", "p512": "p512-fixed"}
@@ -47,6 +48,10 @@ def main() -> None:
     def tell(text: str) -> None:
         print(f"{time.monotonic() - began:6.0f} s  {text}", flush=True)
 
+    if options.works == [PPO]:
+        lines = ppo_beside_grpo.measure(folder, 1 if options.quick else options.repeats, tell, options.quick)
+        print("\n".join(ppo_beside_grpo.table(lines)))
+        return
     if not options.table:
         if options.works != [ASYNC] and not peer_installed():
             raise SystemExit("TRL is not in build/peer: use script/benchmark, which puts it there")
@@ -76,7 +81,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     everything = [*WORKS, FLOORS, GENERATION]
-    known = [*everything, *GROUPS, ASYNC, LOSSES]
+    known = [*everything, *GROUPS, ASYNC, LOSSES, PPO]
     parser = argparse.ArgumentParser(
         prog="script/benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,6 +102,8 @@ def arguments() -> argparse.Namespace:
         parser.error("--table needs the --out of what was measured")
     if LOSSES in options.works and (len(options.works) > 1 or options.table or options.quick):
         parser.error(f"{LOSSES} is measured alone: leave out the other workloads, --table and --quick")
+    if PPO in options.works and (len(options.works) > 1 or options.table):
+        parser.error(f"{PPO} is measured alone: leave out the other workloads and --table")
     given = [work for name in options.works for work in GROUPS.get(name, [name])]
     options.works = list(dict.fromkeys(given)) or everything
     return options

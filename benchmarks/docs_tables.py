@@ -1,4 +1,4 @@
-"""Writes the tables of docs/weight-sync.md and docs/engines.md from the committed results: `python -m
+"""Writes the tables of docs/weight-sync.md, docs/engines.md and docs/ppo.md from the committed results: `python -m
 benchmarks.docs_tables`.
 
 Needs none of the measured programs. A test compares the pages with the results. The goals were set before anything was
@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.comparison_table import markdown, markdown_head
 from benchmarks.docs_markers import into_page
+from benchmarks.ppo_beside_grpo import table as ppo_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -160,6 +161,7 @@ TABLES: tuple[Table, ...] = (
     ("engines.md", "builtin", "vllm-builtin.json", builtin),
     ("engines.md", "generate", "vllm-generate.json", generate),
     ("engines.md", "update", "vllm-update.json", update),
+    ("ppo.md", "ppo", "ppo.jsonl", ppo_table),
 )
 """Page, name of its markers, file of results, and the function that makes the table."""
 

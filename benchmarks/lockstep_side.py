@@ -18,9 +18,10 @@ from benchmarks.length_table import force_requests
 from benchmarks.resource_usage import cpu_ns
 from benchmarks.side_process import Pacer, Stopped
 from lockstep.config.loader import check_config
-from lockstep.config.recipes import PreferenceConfig, SFTConfig
+from lockstep.config.recipes import PPOConfig, PreferenceConfig, SFTConfig
 from lockstep.data.sample_sources import DocumentSource
 from lockstep.recipes.grpo import grpo
+from lockstep.recipes.ppo import ppo
 from lockstep.recipes.preference import preference
 from lockstep.recipes.sft import sft
 from lockstep.run.errors import Interrupted
@@ -126,7 +127,8 @@ def main(folder: Path) -> None:
                 _until_stopped(lambda: preference(paced, run.config))
             else:
                 force_requests(run.engines, np.asarray(order["lengths"]))
-                _until_stopped(lambda: grpo(paced, run.config))
+                recipe = ppo if isinstance(run.config, PPOConfig) else grpo
+                _until_stopped(lambda: recipe(paced, run.config))
     except Interrupted:
         return
 

@@ -71,6 +71,8 @@ class Match:
         self._processes: dict[str, SideProcess] = {}
         self._names: dict[str, dict[int, str]] = {}
         self._tokens: dict[str, int] = {}
+        self._spent: dict[str, dict[str, dict[str, float]]] = {}
+        """CPU milliseconds by side, stage and process of all steps whose stages were measured."""
 
     def __enter__(self) -> "Match":
         try:
@@ -108,9 +110,16 @@ class Match:
 
     def details(self, side: Side) -> dict[str, dict[str, float]]:
         """CPU milliseconds per step by stage and process."""
-        facts = self._processes[side.name].go(self.work.details, detail=True)
-        steps = self.work.details
-        return {stage: {name: ms / steps for name, ms in each.items()} for stage, each in facts["detail"].items()}
+        return self.stages(side, self.work.details)
+
+    def stages(self, side: Side, steps: int) -> dict[str, dict[str, float]]:
+        """So many steps of one side, and their CPU milliseconds per step by stage and process."""
+        total = self._processes[side.name].go(steps, detail=True)["detail"]
+        before, self._spent[side.name] = self._spent.get(side.name, {}), total
+        return {
+            stage: {name: (ms - before.get(stage, {}).get(name, 0.0)) / steps for name, ms in each.items()}
+            for stage, each in total.items()
+        }
 
     def _start(self, side: Side) -> None:
         work, own = self.work, self.folder / side.name.replace(" ", "-")
