@@ -85,7 +85,8 @@ class CriticConfig(Section):
     """Passes over a step's completions in these steps; `epochs` when absent."""
     warmup_explained_variance: float | None = Field(None, gt=0, le=1)
     """These steps end before `warmup_steps` once the critic explains this share of the variance of a step's returns,
-    before it learns them."""
+    before it learns them. When that is, is not known before: schedules of learning rates without `total_steps` are
+    planned for the earliest end, after one step, for the policy, and for `warmup_steps` for the critic."""
     export: bool = False
     """Also export the critic when the run ends, as `checkpoint.export` does the policy."""
 
@@ -123,6 +124,12 @@ class CriticConfig(Section):
                 raise ValueError(f"{name} has no effect with warmup_steps 0: set warmup_steps, or leave it out")
         return self
 
+    def starting_tokenizer(self, rewards: Sequence[RewardTerm]) -> str | None:
+        """The folder or hub name of the tokenizer of the reward model that it starts from; None for that in the folder
+        of another model."""
+        term = _first_reward_model(rewards) if self.model == "reward_model" else None
+        return None if term is None else term.tokenizer or term.path
+
     def starting_model(self, policy: ModelConfig, rewards: Sequence[RewardTerm]) -> ModelConfig:
         """The critic's model, on the tokens of the policy.
 
@@ -139,7 +146,7 @@ class CriticConfig(Section):
         adapter = None if policy.adapter is None else policy.adapter.model_copy(update={"path": None})
         changes: dict[str, Any] = {"head": "score", "adapter": adapter}
         if self.model == "reward_model":
-            term = next((each for each in rewards if isinstance(each, ModelReward) and each.path is not None), None)
+            term = _first_reward_model(rewards)
             if term is None:
                 raise ValueError(
                     "critic.model is reward_model, but no term of reward.terms has kind model and a path: add one, or "
@@ -148,3 +155,7 @@ class CriticConfig(Section):
             of_term = ("path", "revision", "trust_remote_code", "packing")
             changes |= {name: getattr(term, name) for name in of_term} | {"tokenizer": tokenizer}
         return policy.model_copy(update=changes)
+
+
+def _first_reward_model(terms: Sequence[RewardTerm]) -> ModelReward | None:
+    return next((each for each in terms if isinstance(each, ModelReward) and each.path is not None), None)

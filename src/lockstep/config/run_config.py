@@ -210,9 +210,13 @@ class RunConfig(Section):
         """Sequences that a step trains on."""
         raise NotImplementedError(f"{type(self).__name__} does not say how many sequences a step has")
 
-    @property
-    def epochs_per_step(self) -> int:
-        """Passes over the sequences of a step."""
+    def starting_tokenizer(self, role: TrainRole) -> str | None:
+        """The folder or hub name of the tokenizer of the model that a trained role starts from; None for that in the
+        model's folder."""
+        return None
+
+    def passes_of(self, role: TrainRole) -> int:
+        """Passes of a trained role over the sequences of a step; the most, if steps differ."""
         return 1
 
     @property

@@ -30,6 +30,7 @@ def convert_rollouts(conv: Conversion) -> str:
     _set_evaluation(conv)
     if recipe == PPO:
         set_openrlhf_critic(conv)
+    conv.drop("train.colocate_critic_reward", "it needs a critic, and a reward model in processes of the run")
     return recipe
 
 

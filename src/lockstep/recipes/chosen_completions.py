@@ -116,3 +116,9 @@ def _rewards(group: Group) -> np.ndarray:
 
 def _learned(tokens: np.ndarray, mask: np.ndarray | None) -> int:
     return int(tokens.size if mask is None else np.count_nonzero(mask))
+
+
+def longest_pair(pairs: Sequence[Pair | None]) -> int:
+    """Tokens of the longest pair, with both completions; 0 without any pair."""
+    present = (pair for pair in pairs if pair is not None)
+    return max((pair.prompt.size + pair.chosen.size + pair.rejected.size for pair in present), default=0)

@@ -38,9 +38,3 @@ def update_on_pairs(
     with run.stage("train"):
         (minibatch,) = batch.minibatches(objective=loss)
         return {**run.policy.step(minibatch), **metrics}
-
-
-def pairs_fit_rows(run: Run, pairs: Sequence[Pair]) -> bool:
-    """Whether each of these pairs fits into a row with both completions."""
-    longest = max((pair.prompt.size + pair.chosen.size + pair.rejected.size for pair in pairs), default=0)
-    return run.policy.info.packing == "forest" and longest <= run.config.token_budget

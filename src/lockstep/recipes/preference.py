@@ -19,7 +19,7 @@ def preference(run: Run, cfg: PreferenceConfig) -> None:
 
 
 def _learn_pairs(run: Run, cfg: PreferenceConfig, reference: PrecomputedReference | None) -> None:
-    whole = run.pairs_fit_rows()
+    whole = run.pairs_fit_rows(run.longest_pair)
     for step in run.steps():
         with run.transaction(step):
             pairs = run.pairs(step, cfg.batch_size)

@@ -11,7 +11,7 @@ from lockstep.run.step_scores import check_scores, score_metrics, score_sequence
 
 def reward_model(run: Run, cfg: RewardModelConfig) -> None:
     """Maximises the likelihood that the better completion of each pair wins. Its two sides share their prompt."""
-    whole = run.pairs_fit_rows(added=2)  # the places of the scores
+    whole = run.pairs_fit_rows(run.longest_pair + 2)  # the places of the scores
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):

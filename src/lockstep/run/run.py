@@ -280,15 +280,15 @@ class Run:
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
         self._row |= self.samples.counts([group.prompt for group in groups.rollouts.groups])
 
-    def pairs_fit_rows(self, added: int = 0) -> bool:
-        """Whether every pair of the data fits into a row with both completions. It is the same for the whole run, so
-        that every step has the same schedule of collectives.
+    @property
+    def longest_pair(self) -> int:
+        """Tokens of the longest pair of the data, with both completions."""
+        return max(part.longest_pair for part in self.samples.parts if isinstance(part, PairSource))
 
-        Args:
-            added: tokens that are added to each pair.
-        """
-        longest = max(part.longest_pair for part in self.samples.parts if isinstance(part, PairSource))
-        return self.policy.info.packing == "forest" and longest + added <= self.config.token_budget
+    def pairs_fit_rows(self, longest: int) -> bool:
+        """Whether pairs of up to this many tokens fit into a row with both completions. All ranks learn the answer with
+        their mini-batch, so that they have the same schedule of collectives in a step."""
+        return self.policy.info.packing == "forest" and longest <= self.config.token_budget
 
     def annotate(self, batch: TrainingBatch, without: Collection[str] = (), **others: TrainingBatch) -> None:
         """Adds to the batch's targets what the policy's objective needs before the first update of a step, such as old

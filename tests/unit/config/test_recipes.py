@@ -29,7 +29,7 @@ def grpo(**changes: Any) -> RunConfig:
 def test_sft_trains_on_documents() -> None:
     config = sft(batch_size=6, train_on_prompt=True)
     assert (config.data_kind, config.generation, config.learns_prompts) == ("documents", None, True)
-    assert (config.sequences_per_step, config.epochs_per_step, config.updates_per_step) == (6, 1, 1)
+    assert (config.sequences_per_step, config.passes_of(config.policy), config.updates_per_step) == (6, 1, 1)
     assert config.policy.objective == CrossEntropy() and config.policy.temperature == 1.0
     assert not config.needs_engines
     assert sft(evaluation={"data": {"path": "e"}}).needs_engines
@@ -42,7 +42,7 @@ def test_grpo_trains_on_completions() -> None:
     assert config.data_kind == "prompts" and config.needs_engines
     assert config.generation is not None
     assert (config.generation.prompts_per_step, config.generation.group_size) == (4, 6)
-    assert (config.sequences_per_step, config.epochs_per_step, config.updates_per_step) == (24, 2, 4)
+    assert (config.sequences_per_step, config.passes_of(config.policy), config.updates_per_step) == (24, 2, 4)
     assert config.policy.temperature == 0.7
     assert config.policy.optimizer_steps == 40
 

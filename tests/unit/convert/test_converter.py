@@ -345,6 +345,13 @@ def test_ppo_of_openrlhf() -> None:
     assert values(config, *expected) == expected
 
 
+def test_critic_and_reward_model_of_openrlhf_share_devices() -> None:
+    shared = f"{PPO} --colocate_critic_reward"
+    own = shared.replace("--remote_rm_url http://h/r", "--reward_pretrain rm")
+    assert values(from_command("openrlhf", own), "placement.colocate") == {"placement.colocate": "critic_reward"}
+    assert values(from_command("openrlhf", shared), "placement.colocate") == {"placement.colocate": None}
+
+
 def test_ppo_of_verl() -> None:
     command = (
         "python3 -m verl.trainer.main_ppo data.train_files=d custom_reward_function.path=r.py critic.optim.lr=2e-5"

@@ -66,6 +66,14 @@ class PPOConfig(PolicyGradientRecipe):
         epochs = warmup * self.epochs_of_critic(warmup=True) + (self.steps - warmup) * self.epochs
         return epochs * self.updates_per_step // self.epochs
 
+    def starting_tokenizer(self, role: TrainRole) -> str | None:
+        return self.critic.starting_tokenizer(self.reward.terms) if role.name == "critic" else None
+
+    def passes_of(self, role: TrainRole) -> int:
+        if role.name != "critic":
+            return self.epochs
+        return max(self.epochs_of_critic(warmup=True) if self.critic.warmup_steps else 0, self.epochs)
+
     def epochs_of_critic(self, warmup: bool) -> int:
         """The critic's passes over the completions of a step.
 
@@ -152,15 +160,10 @@ class PPOConfig(PolicyGradientRecipe):
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
         warmup = self.critic.warmup_steps
-        if warmup > self.steps or (warmup == self.steps and not self.critic.export):
+        if warmup > self.steps or (warmup == self.steps and not self.exports):
             raise ValueError(
                 f"critic.warmup_steps {warmup} leaves no step of {self.steps} in which the policy is trained: lower "
-                "it, or raise steps. For a run that trains only the critic, set both to the same number, and "
-                "critic.export=true"
+                "it, or raise steps. For a run that trains only the critic, set both to the same number, "
+                "critic.export=true and checkpoint.export=true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_critic(self) -> Self:
-        self.critic.starting_model(self.model, self.reward.terms)
         return self

@@ -10,6 +10,7 @@ from lockstep.config.reward import EnvironmentReward, RewardConfig, TaskReward
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run_config import DataKind, Generation, RunConfig
 from lockstep.config.serve_role import ReferenceConfig, ServeRole, check_reference, reference_role
+from lockstep.config.train_role import TrainRole
 
 
 class RolloutRecipe(RunConfig):
@@ -34,8 +35,7 @@ class RolloutRecipe(RunConfig):
     def sequences_per_step(self) -> int:
         return self.completions_per_step
 
-    @property
-    def epochs_per_step(self) -> int:
+    def passes_of(self, role: TrainRole) -> int:
         return self.epochs
 
     @property

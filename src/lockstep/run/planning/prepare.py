@@ -196,11 +196,17 @@ def _with_model(config: RunConfig, role: TrainRole, model: ModelConfig) -> RunCo
 
 
 def placement_notes(config: RunConfig) -> list[str]:
-    """Notes on placement settings that have no effect on one host."""
+    """Notes on placement settings that have no effect."""
+    notes = []
+    for together in () if config.placement.colocate == "all" else config.placement.colocate:
+        absent = [role for role in together if not config.has_placed_role(role)]
+        effect = ": the set has no effect" if len(together) - len(absent) < 2 else ""
+        if absent:
+            notes.append(f"placement.colocate names {', '.join(absent)}, of which this run has no processes{effect}")
     others = config.placement.model_copy(update={"colocate": ()})
-    if config.cluster.kind == "ray" or others == PlacementConfig():
-        return []
-    return ["of placement, only `colocate` applies outside Ray: on this host, processes take the GPUs in turn"]
+    if config.cluster.kind != "ray" and others != PlacementConfig():
+        notes.append("of placement, only `colocate` applies outside Ray: on this host, processes take the GPUs in turn")
+    return notes
 
 
 def _mixture_notes(config: RunConfig, data: RunData) -> list[str]:
@@ -233,20 +239,23 @@ def _check_tokens_of_roles(config: RunConfig, tokenizer: "Tokenizer", others: Ma
         known, problem = others[role.name].vocabulary, ""
         if known < tokens:
             problem = f"it has embeddings for {known} tokens, and the tokenizer of {config.model.path} has {tokens}"
-        elif role.model.path != config.model.path and (differing := _differing_tokens_in_folder(role, tokenizer)):
+        elif role.model.path != config.model.path and (differing := _differing_tokens(config, role, tokenizer)):
             problem = (
                 f"its tokenizer differs from the policy's, on whose tokens it is trained, in {len(differing)} tokens, "
                 f"such as {differing[0]!r}"
             )
         if problem:
-            remedy = "take a model with this tokenizer, such as the policy's"
-            raise ModelError(role.field("model.path"), role.model.path, problem, remedy)
+            remedy = f"take a model with this tokenizer, such as the policy's ({role.field('model')}=policy)"
+            has_section = isinstance(getattr(config, role.section).model, ModelConfig)
+            field = role.field("model.path" if has_section else "model")
+            raise ModelError(field, role.model.path, problem, remedy)
 
 
-def _differing_tokens_in_folder(role: TrainRole, tokenizer: "Tokenizer") -> list[str]:
-    """The tokens that have another id in the tokenizer in the role's folder; none if there is no tokenizer."""
+def _differing_tokens(config: RunConfig, role: TrainRole, tokenizer: "Tokenizer") -> list[str]:
+    """The tokens that have another id in the tokenizer of the model that the role starts from; none if it has no
+    tokenizer."""
     try:
-        own = load_tokenizer(role.model.model_copy(update={"tokenizer": None}))
+        own = load_tokenizer(role.model.model_copy(update={"tokenizer": config.starting_tokenizer(role)}))
     except ModelError:
         return []
     return differing_tokens(tokenizer, own)

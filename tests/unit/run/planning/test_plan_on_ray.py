@@ -92,6 +92,8 @@ def test_placement_settings_without_effect_on_one_host_are_noted() -> None:
     for said in (config(cluster="local"), config(placement={"strategy": "spread"})):
         assert placement_notes(said) == []
     assert placement_notes(config(cluster="local", placement={"colocate": "all"})) == [], "engines sleep here as well"
+    said = placement_notes(config(cluster="local", placement={"colocate": [["policy", "critic"]]}))
+    assert said == ["placement.colocate names critic, of which this run has no processes: the set has no effect"]
 
 
 @pytest.fixture

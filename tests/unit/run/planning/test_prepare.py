@@ -202,6 +202,13 @@ def test_a_critic_does_not_start_from_a_reward_model_with_other_tokens(tmp_path:
         "reward": {"terms": [{"kind": "model", "path": str(tmp_path / "scorer")}]}, "cluster": {"device": "cpu"},
         "rollout": {"sampling": {"max_tokens": 8}},
     }  # fmt: skip
-    with pytest.raises(ModelError, match=r"^critic\.model\.path = .*its tokenizer differs .*such as the policy's$"):
+    refused = r"^critic\.model = .*its tokenizer differs .*such as the policy's \(critic\.model=policy\)$"
+    with pytest.raises(ModelError, match=refused):
         prepare_run(check_config({**values, "critic": {"model": "reward_model"}}, "test"), None)
+    lm.save_pretrained(tmp_path / "bare")  # without a tokenizer, which the term names
+    bare = {"kind": "model", "path": str(tmp_path / "bare"), "tokenizer": str(tmp_path / "scorer")}
+    with pytest.raises(ModelError, match=refused):
+        prepare_run(
+            check_config({**values, "critic": {"model": "reward_model"}, "reward": {"terms": [bare]}}, "x"), None
+        )
     assert prepare_run(check_config(values, "test"), None).rows == 20

@@ -91,7 +91,7 @@ def step_durations(
     """
     width = DTYPE_BYTES[compute_dtype(config, role)]
     length = max_sequence_tokens(config, shape)
-    sequences, passes = config.sequences_per_step, config.epochs_per_step
+    sequences, passes = config.sequences_per_step, config.passes_of(role)
     per_token = (8 if role.trainer.activation_checkpointing else 6) * shape.active
     per_token += 12 * shape.layers * shape.heads * shape.head_dim * length // 2  # attention, causal
     train = passes * sequences * length * per_token / role.trainer.ranks / (COMPUTE_EFFICIENCY * speed.flops)
