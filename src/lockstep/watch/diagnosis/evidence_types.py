@@ -51,6 +51,8 @@ class ProcessNote:
     """True if Lockstep ended or stopped the process, so its end is never the cause of a failure."""
     expected_s: float = float("nan")
     """The longest duration so far, in this job, of the stage that the process is in."""
+    unrecorded: bool = False
+    """True if the process has communicators that are not recorded, in which it may wait."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.folders import write_atomically
+from lockstep.watch.beacon.beacon_records import digest64
 from lockstep.watch.beacon.call_ring import CallRings
 from lockstep.watch.beacon.writer import Beacon, current_beacon
 from lockstep.watch.recorder import abort, commands, import_hook
 from lockstep.watch.recorder.c10d_status import C10dStatusReader
 from lockstep.watch.recorder.collective_order import OrderCheck
-from lockstep.watch.recorder.communicator import CommunicatorMember
-from lockstep.watch.recorder.operations import CallSites, digest64
+from lockstep.watch.recorder.communicator import CommunicatorMember, host_blocking_devices
+from lockstep.watch.recorder.operations import CallSites
 from lockstep.watch.recorder.rendezvous_wait import group_init_wait
 from lockstep.watch.recorder.wrappers import (
     C10D_MODULE,
@@ -34,6 +35,7 @@ from lockstep.watch.recorder.wrappers import (
     CollectiveWrappers,
     contain_errors,
     in_recorded_call,
+    recorded_wait,
 )
 
 log = logging.getLogger(__name__)
@@ -152,7 +154,8 @@ class Recorder:
         @functools.wraps(original)
         def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return original(handle, *args, **kwargs) if args or kwargs else original(handle)
+                with recorded_wait(handle):
+                    return original(handle, *args, **kwargs) if args or kwargs else original(handle)
             except Exception as error:
                 if in_recorded_call():
                     raise
@@ -223,10 +226,10 @@ class Recorder:
             self._worlds += not self._members
             ranks = [int(rank) for rank in ranks or world.pg_group_ranks.get(group) or range(group.size())]
             description = str(getattr(group, "group_desc", "") or "")
+            backend = str(world.pg_backend_config.get(group) or world.pg_map[group][0])
             slot = self.rings.open_slot(
-                self._identity(group, name), digest64(str(sorted(ranks))), name, description,
-                str(world.pg_backend_config.get(group) or world.pg_map[group][0]), group.size(), group.rank(),
-                loop_thread,
+                self._identity(group, name), digest64(str(sorted(ranks))), name, description, backend, group.size(),
+                group.rank(), loop_thread, on_device=host_blocking_devices(backend) is not None,
             )  # fmt: skip
             if slot is None:
                 if not self._unrecorded:
