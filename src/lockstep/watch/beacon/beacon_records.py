@@ -310,7 +310,7 @@ CALL_STRUCT = struct.Struct("<QqQQQQIIIIQ")
 # front seq issued entered_ns left_ns signature label site flags+peer context back
 TEXT_STRUCT = struct.Struct("<Q176sQ")  # front text back
 CALL_WORDS = 9
-SEQ_WORD, LEFT_WORD, WHERE_WORD = 1, 4, 7
+SEQ_WORD, ENTERED_WORD, LEFT_WORD, WHERE_WORD = 1, 3, 4, 7
 """Positions of 64-bit words in the record of a call."""
 PEER_SHIFT = 8
 """The word `flags+peer` has the flags in the lower bits, and the peer's rank + 1 above."""

@@ -5,14 +5,17 @@ subtracts these, so that all members have equal numbers.
 """
 
 import os
-from collections.abc import Sequence
-from time import monotonic_ns
+from collections.abc import Iterable, Sequence
+from time import monotonic_ns, time
 from typing import Any, NamedTuple
 
 from lockstep.base.errors import CollectiveRefused
 from lockstep.base.folders import run_shm_dir
 from lockstep.watch.beacon.beacon_records import (
     CALLS_PER_RING,
+    ENTERED_WORD,
+    FLAG_ASYNC,
+    FLAG_FAILED,
     FLAG_P2P,
     FLAG_REFUSED,
     FLAG_UNSURE,
@@ -295,3 +298,16 @@ def _call_text(call: CallRecord | None) -> str:
     root = "" if call.root is None else f" root {call.root}"
     what = " ".join(word for word in (call.operation, call.shapes, call.dtype) if word)
     return f"{what}{root} at {call.where}" if call.where else f"{what}{root}"
+
+
+def recovered_at(members: Iterable[CommunicatorMember]) -> float:
+    """When this process entered the newest call that has returned with its data, in Unix seconds; 0.0 if there is none
+    among the newest two of each communicator (the newest may be the one that failed)."""
+    newest = 0
+    for slot in (each.slot for each in members):
+        for number in range(max(1, slot.calls - 1), slot.calls + 1):
+            at = slot.call_at(number)
+            flags = slot.words[at + WHERE_WORD] & (FLAG_ASYNC | FLAG_FAILED | FLAG_REFUSED)
+            if slot.words[at + LEFT_WORD] and not flags:
+                newest = max(newest, slot.words[at + ENTERED_WORD])
+    return time() - (monotonic_ns() - newest) / 1e9 if newest else 0.0

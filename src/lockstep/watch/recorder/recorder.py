@@ -26,7 +26,7 @@ from lockstep.watch.beacon.writer import Beacon, current_beacon
 from lockstep.watch.recorder import abort, commands, import_hook
 from lockstep.watch.recorder.c10d_status import C10dStatusReader
 from lockstep.watch.recorder.collective_order import OrderCheck
-from lockstep.watch.recorder.communicator import CommunicatorMember, host_blocking_devices
+from lockstep.watch.recorder.communicator import CommunicatorMember, host_blocking_devices, recovered_at
 from lockstep.watch.recorder.operations import CallSites
 from lockstep.watch.recorder.rendezvous_wait import group_init_wait
 from lockstep.watch.recorder.wrappers import (
@@ -331,7 +331,7 @@ class Recorder:
     def translate(self, error: Exception) -> Exception:
         """The verdict that explains the error of a broken connection, as an exception; else the error itself."""
         try:
-            return self.inbox.translate(error)
+            return self.inbox.translate(error, recovered_at(list(self._members.values())))
         except (OSError, ValueError) as failure:
             self.record_failure(failure)
             return error
