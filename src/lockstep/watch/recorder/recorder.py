@@ -29,6 +29,7 @@ from lockstep.watch.recorder.collective_order import OrderCheck
 from lockstep.watch.recorder.communicator import CommunicatorMember, host_blocking_devices, recovered_at
 from lockstep.watch.recorder.operations import CallSites
 from lockstep.watch.recorder.rendezvous_wait import group_init_wait
+from lockstep.watch.recorder.torch_fit import check_torch, create_arguments
 from lockstep.watch.recorder.wrappers import (
     C10D_MODULE,
     FUNCTIONAL_MODULE,
@@ -78,6 +79,7 @@ class Recorder:
     def attach(self, torch: Any) -> None:
         """Patches torch.distributed."""
         self._c10d = sys.modules[C10D_MODULE]
+        self.missing += check_torch(self._c10d)
         self.sites = CallSites(self.rings, torch.__file__)
         self._c10d_status = C10dStatusReader(torch._C._distributed_c10d)
         self._wrappers = CollectiveWrappers(self, torch)
@@ -121,11 +123,11 @@ class Recorder:
         @functools.wraps(create)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             threads_before = _own_threads()
-            ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group", ())
-            name = str(args[5] if len(args) > 5 else kwargs.get("group_name", ""))
+            ranks: Sequence[int] = ()
             shown_wait: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
             with contain_errors(self):
-                shown_wait = group_init_wait(self._own, c10d.GroupMember.WORLD, ranks, name, kwargs.get("group_desc"))
+                ranks, name, description = create_arguments(create, args, kwargs).values()
+                shown_wait = group_init_wait(self._own, c10d.GroupMember.WORLD, ranks, str(name), description)
             with shown_wait:
                 result = create(*args, **kwargs)
             with contain_errors(self):

@@ -28,6 +28,7 @@ from lockstep.watch.recorder.operations import (
     get_argument,
     get_rank_argument,
 )
+from lockstep.watch.recorder.torch_fit import missing_parameters
 from lockstep.watch.recorder.transfers import Message, transfer_of, waited_handles
 
 _MAX_CACHED = 4096
@@ -94,7 +95,8 @@ class CollectiveWrappers:
         """Wraps the functions of torch.distributed or of its functional collectives."""
         for name, operation in (FUNCTIONAL_OPERATIONS if module.__name__ == FUNCTIONAL_MODULE else OPERATIONS).items():
             original = module.__dict__.get(name)
-            if inspect.isfunction(original) and not hasattr(original, "__lockstep__"):
+            fits = inspect.isfunction(original) and not missing_parameters(original, operation)
+            if fits and not hasattr(original, "__lockstep__"):
                 self.replace(module, name, original, self.wrapper_of(original, operation))
 
     def replace(self, module: ModuleType, name: str, original: Any, wrapper: Any) -> None:
