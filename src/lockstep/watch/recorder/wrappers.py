@@ -95,8 +95,9 @@ class CollectiveWrappers:
         """Wraps the functions of torch.distributed or of its functional collectives."""
         for name, operation in (FUNCTIONAL_OPERATIONS if module.__name__ == FUNCTIONAL_MODULE else OPERATIONS).items():
             original = module.__dict__.get(name)
-            fits = inspect.isfunction(original) and not missing_parameters(original, operation)
-            if fits and not hasattr(original, "__lockstep__"):
+            if not inspect.isfunction(original) or missing_parameters(original, operation):
+                continue
+            if not hasattr(original, "__lockstep__"):
                 self.replace(module, name, original, self.wrapper_of(original, operation))
 
     def replace(self, module: ModuleType, name: str, original: Any, wrapper: Any) -> None:
