@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.verdict import Fact, Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.dumps.decode import CallTexts, RankTrace
 from lockstep.watch.dumps.dump_evidence import build_dump_evidence, find_undecided
-from lockstep.watch.dumps.dump_files import DumpFile, UnreadableDump, find_dump_files, ranks_text, select_dumps
+from lockstep.watch.dumps.dump_files import DumpFile, RankDump, UnreadableDump, find_dump_files, ranks_text, select_dumps
 from lockstep.watch.dumps.reader_process import ANSWER_HEADER, unpack_trace
 
 MEMORY_BYTES = 2 << 30
@@ -182,6 +182,10 @@ def _stop_reader(reader: _ReaderProcess, exit_s: float = 0.0) -> str:
     return f" (exit code {process.returncode})" + (f": {lines[-1][:300]}" if lines else "")
 
 
+ReadDump = tuple[DumpFile, RankTrace | UnreadableDump]
+ReadInFull = Callable[[Sequence[DumpFile]], Iterable[ReadDump]]
+
+
 class NoDumps(ValueError):
     """The folder contains no readable dump; the message says what was searched for."""
 
@@ -208,17 +212,26 @@ def read_dumps(
     if not files:
         raise NoDumps(_no_dumps_text(folder, ranks))
     calls: CallTexts = {}
-    dumps, gaps = select_dumps(read_traces(files, calls, readers=readers))
+    dumps, gaps = _select_decided(
+        read_traces(files, calls, readers=readers),
+        lambda undecided: read_traces(undecided, calls, full=True, readers=readers),
+    )
+    if not dumps:
+        raise NoDumps(f"none of the {len(files)} dumps in {folder} can be read: " + "; ".join(gaps[:5]))
+    return build_dump_evidence(dumps, gaps, calls, world_size)
+
+
+def _select_decided(read: Iterable[ReadDump], read_full: ReadInFull) -> tuple[list[RankDump], list[str]]:
+    """One dump per rank, decoded in full where older calls may matter, and texts about the files left out."""
+    dumps, gaps = select_dumps(read)
     undecided = [dump.file for dump in find_undecided(dumps)]
     if undecided:
-        full_traces = {file.path: trace for file, trace in read_traces(undecided, calls, full=True, readers=readers)}
+        full_traces = {file.path: trace for file, trace in read_full(undecided)}
         dumps = [
             replace(dump, trace=trace) if isinstance(trace := full_traces.get(dump.file.path), RankTrace) else dump
             for dump in dumps
         ]
-    if not dumps:
-        raise NoDumps(f"none of the {len(files)} dumps in {folder} can be read: " + "; ".join(gaps[:5]))
-    return build_dump_evidence(dumps, gaps, calls, world_size)
+    return dumps, gaps
 
 
 def _no_dumps_text(folder: Path, ranks: str | None) -> str:
@@ -237,7 +250,18 @@ _MAX_CULPRITS = 4
 def explain_dumps(folder: Path, *, ranks: str | None = None, world_size: int | None = None) -> list[Verdict]:
     """Diagnoses the dumps below a folder. Returns at least one verdict; the one that explains the others comes first.
     For arguments and errors see `read_dumps`."""
-    evidence = read_dumps(folder, ranks=ranks, world_size=world_size)
+    return _judge_evidence(read_dumps(folder, ranks=ranks, world_size=world_size))
+
+
+def judge_dumps(
+    read: Iterable[ReadDump], read_full: ReadInFull, calls: CallTexts, world_size: int | None = None
+) -> list[Verdict]:
+    """Diagnoses dumps that are decoded already; `read_full` decodes those again whose older calls matter."""
+    dumps, gaps = _select_decided(read, read_full)
+    return _judge_evidence(build_dump_evidence(dumps, gaps, calls, world_size))
+
+
+def _judge_evidence(evidence: Evidence) -> list[Verdict]:
     found = diagnose(evidence)
     return [_with_dump_facts(verdict, evidence) for verdict in found] or [no_stall_verdict(evidence)]
 
