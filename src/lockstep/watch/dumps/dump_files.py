@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.watch.dumps.decode import RankTrace
 from lockstep.watch.dumps.dump_parser import MAX_RANKS
+from lockstep.watch.dumps.traces import RankTrace
 
 _HEAD = 4096
 _MAX_DEPTH = 6

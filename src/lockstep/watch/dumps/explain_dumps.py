@@ -22,10 +22,12 @@ import lockstep
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.verdict import Fact, Verdict, VerdictKind, VerdictLevel
-from lockstep.watch.dumps.decode import CallTexts, RankTrace
-from lockstep.watch.dumps.dump_evidence import build_dump_evidence, find_undecided
+from lockstep.watch.dumps.call_selection import find_undecided
+from lockstep.watch.dumps.decode import CallTexts
+from lockstep.watch.dumps.dump_evidence import build_dump_evidence
 from lockstep.watch.dumps.dump_files import DumpFile, RankDump, UnreadableDump, find_dump_files, ranks_text, select_dumps
 from lockstep.watch.dumps.reader_process import ANSWER_HEADER, unpack_trace
+from lockstep.watch.dumps.traces import RankTrace
 
 MEMORY_BYTES = 2 << 30
 """The limit of a reader process's address space. A dump of 20,000 entries needs about 100 MiB."""

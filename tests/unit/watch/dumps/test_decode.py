@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks.dump_files import Call, Comm, Job, as_json, dump, steps
-from lockstep.watch.dumps.decode import BLOCK, CommunicatorTrace, DumpDecoder, RankTrace
+from lockstep.watch.dumps.decode import BLOCK, DumpDecoder
 from lockstep.watch.dumps.dump_parser import user_call_site
 from lockstep.watch.dumps.reader_process import pack_trace, unpack_trace
+from lockstep.watch.dumps.traces import CommunicatorTrace, PendingEntry, RankTrace
 
 WORLD = Comm("0", (0, 1, 2), "default_pg")
 
@@ -189,7 +190,7 @@ def test_point_to_point_is_no_collective() -> None:
     trace = read(content | {"entries": [*content["entries"], done, recv]})
     world = trace.groups[0]
     assert (world.entered, len(world.sequence)) == (11, 11)
-    assert world.waits == [("recv 1<-0", recv["time_created_ns"] / 1e9)]
+    assert world.transfers == [PendingEntry(recv["record_id"], recv["time_created_ns"] / 1e9, True, ("recv 1<-0",))]
 
 
 def test_unreadable_entries_are_counted_and_the_rest_is_read() -> None:
