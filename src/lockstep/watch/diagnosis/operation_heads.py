@@ -71,9 +71,7 @@ def find_heads(pending: Iterable[PendingOperation]) -> list[PendingOperation]:
     return [each for each in operations if each.order == oldest]
 
 
-def collective_position(
-    heads: Sequence[PendingOperation], communicator: int, entered: int, completed: int
-) -> Position:
+def collective_position(heads: Sequence[PendingOperation], communicator: int, entered: int, completed: int) -> Position:
     """The position of a rank on a communicator. It takes part in a collective only if that is its head, though it may
     have issued (`entered`) later ones."""
     for head in heads:

@@ -41,7 +41,9 @@ def build_dump_evidence(
     missing = [rank for rank in ranks if rank not in by_rank]
     if missing:
         gaps.append(f"no dump of {ranks_text(missing)}")
-    blank = [dump.rank for dump in dumps if not dump.trace.entries and not any(g.from_status for g in dump.trace.groups)]
+    blank = [
+        dump.rank for dump in dumps if not dump.trace.entries and not any(g.from_status for g in dump.trace.groups)
+    ]
     if blank:
         gaps.append(f"no entries in the dump of {ranks_text(blank)}")
     for communicator in communicators:
@@ -72,7 +74,9 @@ def build_dump_evidence(
 
 
 def _process_table(
-    ranks: Sequence[int], by_rank: Mapping[int, RankDump], communicators: Sequence[DumpedCommunicator],
+    ranks: Sequence[int],
+    by_rank: Mapping[int, RankDump],
+    communicators: Sequence[DumpedCommunicator],
     seen_at: Mapping[int, float],
 ) -> ProcessTable:
     """Builds the process table. A rank without a dump counts as running, and everything else about it is unknown."""
@@ -118,7 +122,9 @@ def _membership_table(groups: Sequence[GroupRows], index: Mapping[int, int]) -> 
 
 
 def _call_table(
-    communicators: Sequence[DumpedCommunicator], groups: Sequence[GroupRows], by_rank: Mapping[int, RankDump],
+    communicators: Sequence[DumpedCommunicator],
+    groups: Sequence[GroupRows],
+    by_rank: Mapping[int, RankDump],
     call_texts: CallTexts,
 ) -> CallTable:
     """Builds the call table from the informative calls of each member, and the pending sends and receives."""
@@ -143,12 +149,12 @@ def _call_table(
                 if site := names[column.site[row]]:
                     sites[column.membership, int(column.sequence[row])] = site
         start += len(communicator.ranks)
-    for group in groups[len(communicators) :]:
-        waiting = [(at, row.entered) for at, row in enumerate(group.rows, start) if row.waits]
+    for channel in groups[len(communicators) :]:
+        waiting = [(at, row.entered) for at, row in enumerate(channel.rows, start) if row.waits]
         memberships.append(np.array([at for at, _ in waiting], np.int64))
         sequences.append(np.array([number for _, number in waiting], np.int64))
         signatures.append(np.full(len(waiting), _TRANSFER_SIGNATURE, np.uint64))
-        start += len(group.rows)
+        start += len(channel.rows)
     signature = np.concatenate(signatures or [np.empty(0, np.uint64)])
     used = set(signature.tolist())
     return CallTable(

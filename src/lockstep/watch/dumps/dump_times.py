@@ -3,10 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from lockstep.watch.dumps.dump_files import RankDump
+from lockstep.watch.dumps.dump_files import DEFAULT_TIMEOUT_S, RankDump
 
-DEFAULT_TIMEOUT_S = 1800.0
-"""The longest of torch's default time-outs (gloo's and the store's; NCCL's is 600 s)."""
 _WRITING_S = 120.0
 """Ranks write their dumps so long after the first time-out at the latest."""
 

@@ -25,7 +25,14 @@ from lockstep.watch.diagnosis.verdict import Fact, Verdict, VerdictKind, Verdict
 from lockstep.watch.dumps.call_selection import find_undecided
 from lockstep.watch.dumps.decode import CallTexts
 from lockstep.watch.dumps.dump_evidence import build_dump_evidence
-from lockstep.watch.dumps.dump_files import DumpFile, RankDump, UnreadableDump, find_dump_files, ranks_text, select_dumps
+from lockstep.watch.dumps.dump_files import (
+    DumpFile,
+    RankDump,
+    UnreadableDump,
+    find_dump_files,
+    ranks_text,
+    select_dumps,
+)
 from lockstep.watch.dumps.reader_process import ANSWER_HEADER, unpack_trace
 from lockstep.watch.dumps.traces import RankTrace
 
@@ -245,6 +252,8 @@ def _no_dumps_text(folder: Path, ranks: str | None) -> str:
     )
 
 
+_MISSING_CONFIDENCE = 0.6
+"""The highest confidence of a verdict about a rank without a dump."""
 _MAX_CULPRITS = 4
 """The most culprits whose newest entry becomes a fact."""
 
@@ -289,12 +298,16 @@ def no_stall_verdict(evidence: Evidence) -> Verdict:
 
 def _with_dump_facts(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Adds the newest entries of the culprits' dumps and the missing evidence to a verdict."""
+    accused = {culprit.rank for culprit in verdict.culprits} & set(evidence.extra["accused"])
     own = [fact for fact in verdict.evidence if fact.source != "agent"]
     collect = (
-        verdict.collect if verdict.kind is not VerdictKind.UNKNOWN else (*_missing_dumps(evidence), *verdict.collect)
+        (*_missing_dumps(evidence), *verdict.collect)
+        if verdict.kind is VerdictKind.UNKNOWN or accused
+        else verdict.collect
     )
+    confidence = min(verdict.confidence, _MISSING_CONFIDENCE) if accused else verdict.confidence
     facts = (*own, *_last_entries(verdict, evidence), *_gap_facts(evidence))
-    return replace(verdict, evidence=facts, collect=tuple(dict.fromkeys(collect)))
+    return replace(verdict, confidence=confidence, evidence=facts, collect=tuple(dict.fromkeys(collect)))
 
 
 def _missing_dumps(evidence: Evidence) -> tuple[str, ...]:
@@ -315,7 +328,7 @@ def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
     communicator = np.repeat(np.arange(len(names)), np.diff(members.starts))
     for culprit in verdict.culprits[:_MAX_CULPRITS]:
         process = -1 if culprit.rank is None else of_rank.get(culprit.rank, -1)
-        rows = [row for row in np.flatnonzero(members.process == process).tolist() if members.entered[row] > 0]
+        rows = [row for row in np.flatnonzero(members.process == process).tolist() if evidence.extra["issued"][row] > 0]
         if not rows:
             continue
         row = max(rows, key=lambda row: (names[communicator[row]] == communicator_name, members.entered_at[row]))
@@ -325,7 +338,7 @@ def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
 
 def _entry_text(evidence: Evidence, row: int, communicator: str, rank: int) -> str:
     members, calls = evidence.communicators, evidence.calls
-    seq = int(members.entered[row])
+    seq = int(evidence.extra["issued"][row])
     found = np.flatnonzero((calls.membership == row) & (calls.seq == seq))
     call = calls.by_signature.get(int(calls.signature[found[0]])) if len(found) else None
     site = calls.sites.get((row, seq), "")

@@ -1,11 +1,12 @@
 """Applies a dump's tables of communicators: `pg_config` lists their members, `pg_status` holds their counters.
 
-`pg_config` is keyed by name and `pg_status` by `pg_id`, the number of communicators that the process had created before.
-Torch's names are numbers over all ranks, so a process has created its communicators in the order of their names.
+`pg_config` is keyed by name and `pg_status` by `pg_id`, the number of communicators that the process had created
+before. Torch's names are numbers over all ranks, so a process has created its communicators in the order of their names.
 """
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from lockstep.watch.dumps.dump_parser import MAX_RANKS, MAX_TEXT_CHARS, bounded_text
@@ -65,6 +66,8 @@ def apply_status(trace: RankTrace, status: Any) -> None:
         entered, completed = (_parse_int(counters.get(f"last_{what}_collective")) for what in ("enqueued", "completed"))
         if group.sequence or group.issued:
             group.uncertain |= group.backend == "gloo" and entered > group.operations >= 0
+            if trace.only_active and len(group.transfers) == 1 and entered == completed >= 0:
+                group.transfers = []  # the part of an ended batch, whose last entry is left out
             if group.sequence and group.backend != "gloo" and trace.wrapped:
                 _recover_overwritten(group, completed)
             continue
@@ -97,15 +100,19 @@ def _number_groups(trace: RankTrace, status: Mapping[str, Any]) -> None:
         for at in range(first_known):
             named[at].number = at
     anchors = [at for at, group in enumerate(named) if group.number >= 0]
-    for low, high in zip(anchors, anchors[1:], strict=False):
+    for low, high in pairwise(anchors):
         if named[high].number - named[low].number == high - low:
             for at in range(low + 1, high):
                 named[at].number = named[low].number + at - low
     rest = range(anchors[-1] + 1, len(named))
     last = named[anchors[-1]].number
-    if last == anchors[-1] and all(last < int(each) < len(named) for each in status if each.isdecimal() and int(each) > last):
+    if last == anchors[-1] and all(
+        last < int(each) < len(named) for each in status if each.isdecimal() and int(each) > last
+    ):
         for at in rest:
             named[at].number = at
+
+
 def _member_list(ranks: Any) -> str:
     """A list of ranks, or torch's text of such a list, as text; empty for any other value."""
     if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
@@ -120,5 +127,3 @@ def _parse_int(value: Any) -> int:
         return int(value) if isinstance(value, int | str) else -1
     except ValueError:
         return -1
-
-

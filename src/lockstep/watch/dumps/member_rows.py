@@ -19,7 +19,7 @@ from lockstep.watch.diagnosis.operation_heads import (
 )
 from lockstep.watch.dumps.communicators import DumpedCommunicator, name_communicators
 from lockstep.watch.dumps.dump_files import RankDump
-from lockstep.watch.dumps.traces import CommunicatorTrace, PendingEntry
+from lockstep.watch.dumps.traces import PendingEntry
 
 _PART = re.compile(r"(?P<way>recv|send) \d+(?:<-|->)(?P<peer>\d+)")
 
@@ -53,9 +53,7 @@ class GroupRows:
     rows: list[MemberRow]
 
 
-def communicator_rows(
-    communicators: Sequence[DumpedCommunicator], by_rank: Mapping[int, RankDump]
-) -> list[GroupRows]:
+def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapping[int, RankDump]) -> list[GroupRows]:
     """The rows of all communicators, followed by those of the channels with unfinished sends or receives."""
     operations = _rank_operations(communicators, by_rank)
     heads = {rank: find_heads(each.pending) for rank, each in operations.items()}

@@ -37,7 +37,7 @@ def accuse_missing(groups: Sequence[GroupRows], missing: Sequence[int]) -> dict[
 
 
 def _waiting_for(group: GroupRows, rank: int) -> list[MemberRow]:
-    """The members that wait in one collective of a communicator that `rank` alone can block; empty if there are none."""
+    """The members that wait in one collective that `rank` alone can block; empty if there are none."""
     if not any(row.rank == rank for row in group.rows):
         return []
     waiting = [row for row in group.rows if row.waits]

@@ -73,7 +73,7 @@ def split_off_transfers(group: CommunicatorTrace, entries: Entries, complete: bo
             group.issued[text] = group.issued.get(text, 0) + 1
     parts_of_collectives = {_key(e) for e in entries if not e["is_p2p"] and operation_of(e) != _COALESCED}
     ends |= {_key(e): e for e in entries if operation_of(e) == _COALESCED and _key(e) not in parts_of_collectives}
-    batched = _batched_keys(batches, ends)
+    batched = _batched_keys(batches, ends, {number for number, _ in parts_of_collectives})
     for key in sorted({*batches, *ends}, key=lambda key: order_of((batches.get(key) or [ends[key]])[0])):
         if key in batched:
             end = ends.get(key)
@@ -88,7 +88,9 @@ def split_off_transfers(group: CommunicatorTrace, entries: Entries, complete: bo
         if not complete:
             collectives = [e for e, ended in zip(collectives, has_ended(collectives), strict=True) if not ended]
             group.uncertain = True
-        numbers = {number: at for at, number in enumerate(dict.fromkeys(e["collective_seq_id"] for e in collectives), 1)}
+        numbers = {
+            number: at for at, number in enumerate(dict.fromkeys(e["collective_seq_id"] for e in collectives), 1)
+        }
         for entry in collectives:
             entry["collective_seq_id"] = numbers[entry["collective_seq_id"]]
     return collectives
@@ -100,14 +102,14 @@ def _key(entry: Mapping[str, Any]) -> _BatchKey:
 
 
 def _batched_keys(
-    batches: Mapping[_BatchKey, Entries], ends: Mapping[_BatchKey, Mapping[str, Any]]
+    batches: Mapping[_BatchKey, Entries], ends: Mapping[_BatchKey, Mapping[str, Any]], collectives: set[int]
 ) -> set[_BatchKey]:
     """The keys of batches. A batch is the first to use its number of collectives, a single send or receive is not: the
     number is that of an earlier call, or 0. One alone is ambiguous; it is a single one unless others are batches."""
     first_use: dict[int, int] = {}
     for collective, transfer in batches:
         first_use[collective] = min(transfer, first_use.get(collective, transfer))
-    fresh = {key for key in batches if key[0] > 0 and first_use[key[0]] == key[1]}
+    fresh = {key for key in batches if key[0] not in collectives | {0} and first_use[key[0]] == key[1]}
     clear = {key for key, parts in batches.items() if key in ends or len(parts) > 1}
     if clear or (len(fresh) > 1 and len(fresh) == len(batches)):
         return fresh | clear | ends.keys()

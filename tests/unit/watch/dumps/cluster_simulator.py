@@ -261,7 +261,8 @@ def run(cluster: Cluster) -> Cluster:
 
 
 def _groups(tensor: int, pipeline: int, data: int, expert: int) -> list[Group]:
-    """World, tensor, embedding (first and last stage only, so numbers differ between stages), data, pipeline, expert."""
+    """World, tensor, embedding (of the first and last stage, so numbers differ between stages), data, pipeline,
+    expert."""
     world = tensor * pipeline * data
 
     def rank(stage: int, replica: int, shard: int) -> int:
@@ -328,7 +329,9 @@ class _Program:
         if group is None:
             return
         peers = [(self.stage + step, way) for step, way in parts if 0 <= self.stage + step < self.stages]
-        transfers = tuple((self.rank, group.ranks[at]) if way > 0 else (group.ranks[at], self.rank) for at, way in peers)
+        transfers = tuple(
+            (self.rank, group.ranks[at]) if way > 0 else (group.ranks[at], self.rank) for at, way in peers
+        )
         if self.batched and transfers:
             self.lines.append(Operation(group, "coalesced", transfers, True))
         elif transfers:
