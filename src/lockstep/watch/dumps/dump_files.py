@@ -198,7 +198,7 @@ def _preference(dump: RankDump) -> tuple[float, bool, int, bool, float]:
 
 def _newest_run(dumps: list[RankDump], gaps: list[str]) -> list[RankDump]:
     """Drops dumps of earlier runs: those written before the newest run began, and those whose newest entry is older
-    than its beginning by more than the time-out. A rank may begin later than another one gets stuck, but not by more."""
+    than its beginning by more than the time-out. A rank may get stuck before another one begins, but not by more."""
     began = max((dump.trace.began for dump in dumps if not math.isnan(dump.trace.began)), default=math.nan)
     if math.isnan(began):
         return dumps

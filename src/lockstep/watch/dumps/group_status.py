@@ -1,7 +1,8 @@
 """Applies a dump's tables of communicators: `pg_config` lists their members, `pg_status` holds their counters.
 
 `pg_config` is keyed by name and `pg_status` by `pg_id`, the number of communicators that the process had created
-before. Torch's names are numbers over all ranks, so a process has created its communicators in the order of their names.
+before. Torch's names are numbers over all ranks, so a process has created its communicators in the order of their
+names.
 """
 
 import re
