@@ -51,7 +51,7 @@ def apply_config(trace: RankTrace, config: Any) -> None:
 def apply_status(trace: RankTrace, status: Any) -> None:
     """Fills in the counters of communicators without entries (a dump of active entries omits completed ones, a full one
     may have overwritten them), and detects communicators with unrecorded calls."""
-    if not isinstance(status, dict):
+    if not isinstance(status, dict) or not status:
         return
     _number_groups(trace, status)
     without_number = [group for group in trace.groups if group.number < 0]
@@ -73,7 +73,7 @@ def apply_status(trace: RankTrace, status: Any) -> None:
                 _recover_overwritten(group, completed)
             continue
         group.from_status, group.entered = True, max(entered, 0)
-        group.completed = group.entered if trace.only_active else max(completed, 0)
+        group.completed = group.entered if trace.only_active or not trace.entries else max(completed, 0)
         if group.completed < group.entered:
             group.pending = PendingEntry(-1, float("nan"), started=False)
 
@@ -89,7 +89,7 @@ def _number_groups(trace: RankTrace, status: Mapping[str, Any]) -> None:
     are exactly as many as numbers between them."""
     named = [group for group in trace.groups if group.name.isdecimal() and len(group.name) < 10]
     default = [group for group in trace.groups if "default_pg" in (group.name, group.description)]
-    if len(default) == 1 and default[0].number < 0 and "0" in status:
+    if len(default) == 1 and default[0].number < 0:
         default[0].number = 0
     if len({group.name for group in named}) < len(named):
         return
