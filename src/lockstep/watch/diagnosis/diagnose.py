@@ -74,6 +74,7 @@ def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object
     names = tuple((info[p].role, info[p].rank, info[p].name) for p in hypothesis.culprits)
     return (
         hypothesis.level is VerdictLevel.NOTICE,
+        hypothesis.kind is VerdictKind.UNKNOWN,
         not hypothesis.proven_by_structure,
         round(since, 3),
         -hypothesis.confidence,

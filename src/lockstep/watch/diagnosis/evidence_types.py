@@ -74,6 +74,15 @@ class CollectiveCall:
     """`file.py:31 in function`; it need not agree between ranks."""
 
 
+_NEED_ALL = ("all_", "_all_", "allreduce", "allgather", "alltoall", "reduce_scatter", "_reduce_scatter", "barrier")
+
+
+def needs_all_members(operation: str) -> bool:
+    """Whether no member can complete the operation before all have entered it; in a broadcast or a reduction some
+    can."""
+    return operation.lower().startswith(_NEED_ALL)
+
+
 class WaitCondition(IntEnum):
     """Which of the processes that a process waits for must act to end the wait."""
 

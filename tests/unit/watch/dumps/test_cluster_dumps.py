@@ -1,0 +1,44 @@
+"""The analysis of dumps of simulated clusters: it names the faulty ranks and no others."""
+
+import pytest
+from cluster_dumps import Recorder, draw_recorder
+from cluster_scores import WRITES_A_DUMP, incomplete, judge, several, single, summary
+from cluster_simulator import make_cluster, run
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_program_without_faults_ends_and_nobody_is_named(seed: int) -> None:
+    cluster = run(make_cluster(seed))
+    assert not cluster.stalled
+    assert judge(cluster, draw_recorder(seed)).silent
+
+
+def test_a_stopped_host_is_named() -> None:
+    scores = summary(single(seed, ("host",)) for seed in range(5010, 5020))
+    assert scores["exact"] >= 9 and not scores["innocent"], scores
+
+
+@pytest.mark.parametrize("seed", range(1000, 1006))
+def test_no_innocent_is_named_with_all_dumps(seed: int) -> None:
+    assert not several(seed).innocents
+
+
+@pytest.mark.parametrize("seed", range(1000, 1004))
+def test_no_innocent_is_named_without_some_dumps(seed: int) -> None:
+    assert not incomplete(seed).innocents
+
+
+def test_a_healthy_cluster_is_benign_with_active_entries_only() -> None:
+    score = judge(run(make_cluster(3)), Recorder(only_active=True))
+    assert score.verdicts[0].cause == "benign"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_figures_of_the_documentation() -> None:
+    hosts = summary(single(seed, ("host",)) for seed in range(2000, 2200))
+    others = summary(single(seed, WRITES_A_DUMP) for seed in range(2200, 2300))
+    many = summary(several(seed) for seed in range(2300, 2400))
+    print(hosts, others, many)
+    assert hosts["exact"] >= 0.98 * hosts["cases"]
+    assert hosts["innocent"] == others["innocent"] == many["innocent"] == 0
