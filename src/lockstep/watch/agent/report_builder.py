@@ -55,7 +55,7 @@ class ReportBuilder:
             for index, process in enumerate(states)
             if process.beacon is not None
             for record in process.beacon.communicators
-            if not record.closed
+            if not (record.closed and process.living)  # a process that ends destroys its communicators
         ]
         self._update_roster(states, memberships)
         now = time.monotonic_ns()

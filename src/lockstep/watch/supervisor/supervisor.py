@@ -57,6 +57,8 @@ IDLE_DIAGNOSIS_S = 4.0
 """Seconds between diagnoses while all agents report progress everywhere, so that only slow processes can be found."""
 DIAGNOSIS_PACE_S = 0.05
 """The least seconds between diagnoses, per host."""
+LAST_REPORT_S = 2.0
+"""How long the end of a job waits for the agents' last reports."""
 HOST_LINGER_S = 5.0
 """After the controller has ended, an agent that cannot be reached for this long counts as ended, too."""
 
@@ -122,6 +124,8 @@ class Supervisor:
         self._controller = (pid, None if pid is None else processes.start_ticks(pid))
         self._subscribed = False
         self._ending = False
+        self._last_reports: tuple[set[AgentConnection], float] | None = None
+        """Once the job has ended: the agents whose last reports are missing, and until when they are waited for."""
         self._clock_at = 0.0
         self._ticked_at = self._next_tick = self._diagnosed_at = 0.0
         self._path = settings.folder / "supervisor.json"
@@ -153,6 +157,7 @@ class Supervisor:
                     self._tick()
                     beacon.beat()
                 self._finish_collections()
+                self._conclude()
         finally:
             self._clean_up()
 
@@ -173,6 +178,9 @@ class Supervisor:
         no_stall = all(now < link.no_stall_until for link in self._connections.values()) and not self._tracker.standing
         if no_stall and now - self._diagnosed_at < IDLE_DIAGNOSIS_S:
             return
+        self._diagnose(now)
+
+    def _diagnose(self, now: float) -> None:
         self._diagnosed_at = now
         evidence = self._messages.evidence(now)
         verdicts = diagnose(drop_uninformative(evidence), self.settings.patience)
@@ -283,16 +291,21 @@ class Supervisor:
             link.attach(connection)
             self._selector.register(connection, selectors.EVENT_READ, lambda link=link: self._read_messages(link))
 
-            def on_observed(reply: dict[str, Any] | None, link: AgentConnection = link) -> None:
-                if reply is not None:
-                    link.host = str(reply["host"])
+            self._observe(link)
 
-            every_s, notice_s = self.settings.every_s, self.settings.patience.notice_s
-            # A report grows old until the next sample. This must not look like a lack of progress.
-            link.request(
-                "observe", on_observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
-                suspect_after_s=max(0.2, notice_s / 2),
-            )  # fmt: skip
+    def _observe(self, link: AgentConnection) -> None:
+        """Asks an agent for a report now, and for further ones."""
+
+        def on_observed(reply: dict[str, Any] | None) -> None:
+            if reply is not None:
+                link.host = str(reply["host"])
+
+        every_s, notice_s = self.settings.every_s, self.settings.patience.notice_s
+        # A report grows old until the next sample. This must not look like a lack of progress.
+        link.request(
+            "observe", on_observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
+            suspect_after_s=max(0.2, notice_s / 2),
+        )  # fmt: skip
 
     def _read_messages(self, link: AgentConnection) -> None:
         connection = link.connection
@@ -314,6 +327,8 @@ class Supervisor:
             return
         if message["m"] == "state":
             link.no_stall_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
+            if self._last_reports is not None:
+                self._last_reports[0].discard(link)
         # Diagnose soon after a change; with many hosts, wait for further changes.
         self._next_tick = min(
             self._next_tick, self._ticked_at + min(self.settings.every_s, DIAGNOSIS_PACE_S * len(self._connections))
@@ -337,8 +352,26 @@ class Supervisor:
         return {}
 
     def _leave(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
-        self._ending = True
+        """Ends the supervisor; with `failed`, after a diagnosis of what all agents report at the end of the job."""
+        if not message.get("failed"):
+            self._ending = True
+        elif self._last_reports is None:
+            links = {link for link in self._connections.values() if link.connection is not None}
+            self._last_reports = links, time.monotonic() + LAST_REPORT_S
+            for link in links:
+                self._observe(link)
         return {}
+
+    def _conclude(self) -> None:
+        """Makes the last diagnosis once the agents have reported, and ends when its incident is written."""
+        if self._last_reports is None or self._collections:
+            return
+        missing, until = self._last_reports
+        now = time.monotonic()
+        if missing and now < until:
+            return
+        self._diagnose(now)
+        self._ending = not self._collections
 
     # --- end
 

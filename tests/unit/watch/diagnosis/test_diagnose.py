@@ -338,6 +338,14 @@ def test_a_process_ended_by_its_launcher_is_no_culprit() -> None:
     check(diagnose(snapshot(policy(3, **odd), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
 
 
+def test_ranks_ended_by_their_launcher_are_effects_of_an_exit_seen_at_the_same_time() -> None:
+    """Of a job that Lockstep did not start, a rank's error is not known, and one sample sees the ends of all."""
+    ended = ProcessNote(error="ended by SIGTERM from outside", cause="external_kill")
+    odd = {f"p{rank}": One(f"policy-{rank}", Liveness.DEAD, -15, AT - 2.0, note=ended) for rank in (0, 2)}
+    odd["p1"] = One("policy-1", Liveness.DEAD, 1, AT - 2.0)
+    check(diagnose(snapshot(policy(3, **odd), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
+
+
 def test_resets_are_effects_of_an_exit() -> None:
     """The neighbours of a rank that exits early see reset connections; no rank may be left waiting for it."""
     left, fell = One("policy-1", Liveness.EXITED, 0, AT - 9), One("policy-0", Liveness.DEAD, 1, AT - 8.5, note=RESET)
