@@ -76,9 +76,6 @@ class MembershipTable:
     """1 if a thread of the process waits in the collective that it entered last (or in its handle's `wait()`), 0 if
     none does (an asynchronous collective runs in the background), else `UNKNOWN`."""
     started: IntArray | None = None
-    """Sequence number of the last collective that has started on the device; `UNKNOWN` without evidence."""
-
-    started: IntArray | None = None
     """Sequence number of the last collective that the device has started; `UNKNOWN` without evidence."""
     pending_at: FloatArray | None = None
     """When the oldest unfinished collective was issued; NaN without evidence."""
