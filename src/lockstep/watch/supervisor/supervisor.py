@@ -8,7 +8,7 @@ Messages are JSON frames:
     {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; event frames after number `after` follow
     {"id", "op": "agents", "agents": [address, ...]} -> {}     sets the agents
     {"id", "op": "join", "agent": address} -> {}     adds an agent
-    {"id", "op": "leave"} -> {}     ends the supervisor
+    {"id", "op": "leave", "failed"} -> {}     ends the supervisor; if the job has failed, after a last diagnosis
     <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
 
 `number` is the same for all events of one stall; `change` is `told` (new), `updated` or `withdrawn`; `verdict` is the
@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lockstep.base.limits import raise_descriptor_limit
-from lockstep.base.secrets import redact, secret_values
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection
 from lockstep.base.transport.run_token import take_token
@@ -46,7 +45,7 @@ from lockstep.watch.supervisor import incident
 from lockstep.watch.supervisor.agent_connections import AgentConnection
 from lockstep.watch.supervisor.incident import IncidentCollection
 from lockstep.watch.supervisor.message_store import MessageStore
-from lockstep.watch.supervisor.subscribers import Subscribers, unregister
+from lockstep.watch.supervisor.subscribers import Subscribers, unregister, verdict_frame
 from lockstep.watch.supervisor.supervisor_client import SupervisorSettings
 from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictTracker, VerdictUpdate
 
@@ -61,32 +60,6 @@ LAST_REPORT_S = 2.0
 """How long the end of a job waits for the agents' last reports."""
 HOST_LINGER_S = 5.0
 """After the controller has ended, an agent that cannot be reached for this long counts as ended, too."""
-
-
-def verdict_frame(
-    update: VerdictUpdate, path: Path | None, done: str = "", known: Collection[str] = ()
-) -> dict[str, Any]:
-    """The frame that subscribers get about a verdict, with secrets hidden, because a verdict quotes errors and logs.
-
-    Args:
-        path: The incident's folder, if there is one.
-        done: What Lockstep did about the stall.
-        known: Secrets in addition to those in this process's environment.
-    """
-    frame = {
-        "number": update.number,
-        "change": str(update.change),
-        "level": str(update.verdict.level),
-        "verdict": update.verdict.json(),
-        "since_s": update.at - update.since,
-        "wall": time.time(),
-        "incident": None if path is None else str(path),
-        "headline": incident.verdict_headline(update.verdict),
-        "who": [incident.culprit_name(each) for each in update.verdict.culprits],
-        "done": done,
-    }
-    hidden: dict[str, Any] = redact(frame, (*known, *secret_values(os.environ)))
-    return hidden
 
 
 class Supervisor:
@@ -290,7 +263,6 @@ class Supervisor:
                 continue
             link.attach(connection)
             self._selector.register(connection, selectors.EVENT_READ, lambda link=link: self._read_messages(link))
-
             self._observe(link)
 
     def _observe(self, link: AgentConnection) -> None:

@@ -612,6 +612,21 @@ def test_an_asynchronous_collective_causes_no_deadlock() -> None:
     assert all(each.kind is not VerdictKind.CYCLE for each in diagnose(known))
 
 
+def test_a_host_that_has_only_posted_ahead_may_go_on() -> None:
+    """A receive that is posted ahead waits on the device alone: only inactivity proves that its host issues no more."""
+    groups = [Group("a", [0, 1], [6, 5], [5] * 2, since=20.0), Group("b", [0, 1], [3, 4], [3] * 2, since=20.0)]
+
+    def on_device(job: Evidence) -> Evidence:
+        issued_at = np.where(job.communicators.entered > job.communicators.completed, AT - 20.0, NAN)
+        columns = {"on_device": np.ones(4, np.bool_), "pending_at": issued_at}
+        return replace(job, communicators=replace(job.communicators, **columns))
+
+    short, both = snapshot([One(f"policy-{i}", still=20.0) for i in range(2)], groups), ["policy-0", "policy-1"]
+    check(diagnose(short), VerdictKind.CYCLE, both)
+    check(diagnose(on_device(short)), VerdictKind.CYCLE, both, VerdictLevel.NOTICE)
+    check(diagnose(on_device(short), StallThresholds(still_s=10.0)), VerdictKind.CYCLE, both)
+
+
 def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
     a, b = Group("a", [0, 1], [6, 5], [5] * 2), Group("b", [0, 1], [3, 4], [3] * 2)
     assert check(diagnose(snapshot(policy(2), [a, b])), VerdictKind.CYCLE, ["policy-0", "policy-1"]).confidence < 0.8
