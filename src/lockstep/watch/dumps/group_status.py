@@ -69,8 +69,8 @@ def apply_status(trace: RankTrace, status: Any) -> None:
             group.uncertain |= group.backend == "gloo" and entered > group.operations >= 0
             if trace.only_active and len(group.transfers) == 1 and entered == completed >= 0:
                 group.transfers = []  # the part of an ended batch, whose last entry is left out
-            if group.sequence and group.backend != "gloo" and trace.wrapped:
-                _recover_overwritten(group, completed)
+            if group.sequence and group.backend != "gloo" and _recover_overwritten(group, completed):
+                trace.pending_lost |= trace.only_active
             continue
         group.from_status, group.entered = True, max(entered, 0)
         group.completed = group.entered if trace.only_active or not trace.entries else max(completed, 0)
@@ -78,10 +78,13 @@ def apply_status(trace: RankTrace, status: Any) -> None:
             group.pending = PendingEntry(-1, float("nan"), started=False)
 
 
-def _recover_overwritten(group: CommunicatorTrace, completed: int) -> None:
-    """Corrects a communicator whose oldest unfinished collective is older than the dump's entries."""
-    if not group.issued and group.ended < 0 and 0 <= completed < group.first - 1:
+def _recover_overwritten(group: CommunicatorTrace, completed: int) -> bool:
+    """Corrects a communicator whose oldest unfinished collective is older than the dump's entries, if it is one. If no
+    entry of a dump has ended, only this shows that the dump is not one of all active entries."""
+    is_overwritten = not group.issued and group.ended < 0 and 0 <= completed < group.first - 1
+    if is_overwritten:
         group.completed, group.pending = completed, PendingEntry(-1, float("nan"), started=False)
+    return is_overwritten
 
 
 def _number_groups(trace: RankTrace, status: Mapping[str, Any]) -> None:

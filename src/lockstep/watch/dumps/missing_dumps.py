@@ -37,13 +37,14 @@ def accuse_missing(groups: Sequence[GroupRows], missing: Sequence[int]) -> dict[
 
 
 def _waiting_for(group: GroupRows, rank: int) -> list[MemberRow]:
-    """The members that wait in one collective that `rank` alone can block; empty if there are none."""
+    """The members that wait in one collective that `rank` alone can block; empty if there are none. A member whose
+    device may not have started the collective can block it, too."""
     if not any(row.rank == rank for row in group.rows):
         return []
     waiting = [row for row in group.rows if row.waits]
     number = min((row.entered for row in waiting), default=UNKNOWN)
     others = [row for row in group.rows if row.rank != rank]
-    alone = all(row.entered >= number and not row.uncertain for row in others)
+    alone = all(row.entered >= number and not row.uncertain and row.started >= number for row in others)
     return [row for row in waiting if row.entered == number] if alone else []
 
 

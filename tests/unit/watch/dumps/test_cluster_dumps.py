@@ -23,7 +23,7 @@ def test_no_innocent_is_named_with_all_dumps(seed: int) -> None:
     assert not several(seed).innocents
 
 
-@pytest.mark.parametrize("seed", range(1000, 1004))
+@pytest.mark.parametrize("seed", [*range(1000, 1004), 20402, 20470])
 def test_no_innocent_is_named_without_some_dumps(seed: int) -> None:
     assert not incomplete(seed).innocents
 
@@ -36,9 +36,11 @@ def test_a_healthy_cluster_is_benign_with_active_entries_only() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_figures_of_the_documentation() -> None:
-    hosts = summary(single(seed, ("host",)) for seed in range(2000, 2200))
-    others = summary(single(seed, WRITES_A_DUMP) for seed in range(2200, 2300))
-    many = summary(several(seed) for seed in range(2300, 2400))
-    print(hosts, others, many)
+    hosts = summary(single(seed, ("host",)) for seed in range(30000, 30200))
+    others = summary(single(seed, WRITES_A_DUMP[1:]) for seed in range(30200, 30300))
+    many = summary(several(seed) for seed in range(30300, 30400))
+    missing = summary(incomplete(seed) for seed in range(30400, 30500))
+    print(f"one host: {hosts}", f"one device: {others}", f"several: {many}", f"dumps missing: {missing}", sep="\n")
     assert hosts["exact"] >= 0.98 * hosts["cases"]
     assert hosts["innocent"] == others["innocent"] == many["innocent"] == 0
+    assert missing["innocent"] <= 0.05 * missing["cases"]
