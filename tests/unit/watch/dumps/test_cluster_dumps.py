@@ -41,6 +41,6 @@ def test_figures_of_the_documentation() -> None:
     many = summary(several(seed) for seed in range(30300, 30400))
     missing = summary(incomplete(seed) for seed in range(30400, 30500))
     print(f"one host: {hosts}", f"one device: {others}", f"several: {many}", f"dumps missing: {missing}", sep="\n")
-    assert hosts["exact"] >= 0.98 * hosts["cases"]
-    assert hosts["innocent"] == others["innocent"] == many["innocent"] == 0
-    assert missing["innocent"] <= 0.05 * missing["cases"]
+    assert hosts["exact"] >= 0.95 * hosts["cases"]
+    assert hosts["innocent"] == many["innocent"] == 0
+    assert max(others["innocent"], missing["innocent"]) <= 0.01 * missing["cases"]
