@@ -23,6 +23,7 @@ from lockstep.watch.beacon.beacon_records import CommunicatorRecord
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import commands, recorder
+from tests.faults import emulated_nccl
 
 RUN = "ranks"
 BOUND_S = 60.0
@@ -44,16 +45,21 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     go: Any = None
     """An event that the test sets."""
+    backend: str = "gloo"
+    environment: dict[str, str] = field(default_factory=dict)
 
     def init(self, rank: int, timeout_s: float = BOUND_S, **install: Any) -> None:
         """Open the beacon, start the recorder, and join the other ranks."""
         import torch.distributed as dist
 
+        if self.backend == emulated_nccl.NAME:
+            emulated_nccl.register()
+            emulated_nccl.device().spin = False
         open_beacon(RUN, f"policy-{rank}", "policy", rank).stage("train")
         recorder.install(**{**self.options, **install})
         store = dist.FileStore(str(Path(self.folder, "store")), self.world)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=self.world, timeout=timedelta(seconds=timeout_s)
+            self.backend, store=store, rank=rank, world_size=self.world, timeout=timedelta(seconds=timeout_s)
         )
 
     def wait(self) -> None:
@@ -72,9 +78,17 @@ class Outcome:
 class Ranks:
     """Running ranks, and their beacons."""
 
-    def __init__(self, folder: Path, body: Body, world: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        body: Body,
+        world: int,
+        options: dict[str, Any],
+        backend: str = "gloo",
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.folder, self.world = folder, world
-        self.job = Job(str(folder), world, options, context.Event())
+        self.job = Job(str(folder), world, options, context.Event(), backend, environment or {})
         self._processes = [
             context.Process(target=_become, args=(rank, body, self.job, str(shm_root()))) for rank in range(world)
         ]
@@ -141,7 +155,7 @@ class Ranks:
 
 def _become(rank: int, body: Body, job: Job, base: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # killed tests leave no processes
-    os.environ["LOCKSTEP_BEACONS"] = base
+    os.environ.update({"LOCKSTEP_BEACONS": base, **job.environment})
     result: dict[str, Any]
     try:
         result = {"value": body(rank, job)}
@@ -154,18 +168,32 @@ def _become(rank: int, body: Body, job: Job, base: str) -> None:
 
 
 @contextmanager
-def ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> Iterator[Ranks]:
+def ranks(
+    folder: Path,
+    body: Body,
+    world: int = 2,
+    backend: str = "gloo",
+    environment: dict[str, str] | None = None,
+    **options: Any,
+) -> Iterator[Ranks]:
     """Start ranks; those that still run at the end are killed. `options` go to `recorder.install`."""
-    started = Ranks(folder, body, world, options)
+    started = Ranks(folder, body, world, options, backend, environment)
     try:
         yield started
     finally:
         started.stop()
 
 
-def run_ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> list[Outcome]:
+def run_ranks(
+    folder: Path,
+    body: Body,
+    world: int = 2,
+    backend: str = "gloo",
+    environment: dict[str, str] | None = None,
+    **options: Any,
+) -> list[Outcome]:
     """Starts ranks and waits for their end."""
-    with ranks(folder, body, world, **options) as started:
+    with ranks(folder, body, world, backend, environment, **options) as started:
         return started.end()
 
 

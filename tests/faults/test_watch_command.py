@@ -86,6 +86,18 @@ def test_the_exit_code_is_the_commands(tmp_path: Path, command: str, code: int) 
     assert not (tmp_path / "incidents").exists()
 
 
+@pytest.mark.parametrize(
+    ("fault", "how"), [("exits", "exit code 0"), ("raises", "exit code 1"), ("killed", "killed by SIGKILL")]
+)
+def test_the_first_rank_to_fail_is_named_at_the_end(tmp_path: Path, fault: str, how: str) -> None:
+    """Its peers fail within milliseconds, or their launcher ends them, before anybody has waited."""
+    job = ROOT / "benchmarks" / "faults" / "attached_job.py"
+    code, _, errors = finish(watch(tmp_path, *torchrun(str(job), "plain", fault, "1", str(tmp_path), ranks=3)))
+    assert code not in (0, STALL_EXIT_CODE)
+    confirmed = [line for line in errors.splitlines() if "lockstep watch: confirmed" in line]
+    assert confirmed and all("confirmed: rank 1" in line for line in confirmed) and how in confirmed[-1], errors
+
+
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     code, _, errors = finish(watch(tmp_path, "no-such-launcher"))
     assert code == 127

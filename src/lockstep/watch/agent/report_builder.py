@@ -55,7 +55,7 @@ class ReportBuilder:
             for index, process in enumerate(states)
             if process.beacon is not None
             for record in process.beacon.communicators
-            if not record.closed
+            if not (record.closed and process.living)  # a process that ends destroys its communicators
         ]
         self._update_roster(states, memberships)
         now = time.monotonic_ns()
@@ -83,7 +83,9 @@ class ReportBuilder:
         named: dict[int, RosterCommunicator] = {}
         for _, each in memberships:
             about = CommunicatorInfo(each.label, each.description, each.backend)
-            named.setdefault(each.identity, RosterCommunicator(f"{each.identity:x}", about, each.size))
+            pair = each.pair
+            ranks, of = (None, "") if pair is None else ((pair.sender, pair.receiver), f"{pair.of:x}")
+            named.setdefault(each.identity, RosterCommunicator(f"{each.identity:x}", about, each.size, ranks, of))
         numbers = {identity: number for number, identity in enumerate(named)}
         members = tuple(
             RosterMember(index, numbers[each.identity], each.rank, each.members >> 1) for index, each in memberships
@@ -114,11 +116,9 @@ def _pack_process_state(process: ProcessState, now: int) -> bytes:
 
 
 def _pack_membership(record: CommunicatorRecord, now: int) -> bytes:
-    inside = record.inside
-    blocked = True if inside is not None and not inside.asynchronous else None
     return pack_member(
-        record.entered, record.completed, _age_s(record.entered_ns, now), _age_s(record.completed_ns, now), blocked,
-        record.blind,
+        record.entered, record.completed, _age_s(record.entered_ns, now), _age_s(record.completed_ns, now),
+        record.blocked, record.blind, record.started, _age_s(record.pending_ns, now), record.on_device,
     )  # fmt: skip
 
 
@@ -127,6 +127,8 @@ def _newest_calls(process: ProcessState, record: CommunicatorRecord, now: int) -
     newest = record.newest
     if newest is None or process.beacon is None:
         return ()
+    if record.pair is not None:
+        return [record.inside or newest]
     if now - process.progress_ns < QUIET_S * 1e9:
         found: Sequence[CallRecord] = (newest,)
     else:
@@ -136,14 +138,16 @@ def _newest_calls(process: ProcessState, record: CommunicatorRecord, now: int) -
 
 def _process_note(process: ProcessState, monitor: ProcessMonitor, now: int) -> ProcessNote | None:
     """Details of a process that has ended or makes no progress."""
-    if process.living and now - process.progress_ns < QUIET_S * 1e9:
+    unrecorded = process.beacon is not None and process.beacon.unrecorded > 0
+    if process.living and now - process.progress_ns < QUIET_S * 1e9 and not unrecorded:
         return None
     stage = process.beacon.stage if process.beacon is not None else ""
     # A stack that is older than the last progress shows an earlier position.
     where = process.where if process.stack_ns >= process.progress_ns else ""
     return ProcessNote(
-        where, process.error, process.cause, process.ended_on_purpose, monitor.history.expected_s(process.role, stage)
-    )
+        where, process.error, process.cause, process.ended_on_purpose, monitor.history.expected_s(process.role, stage),
+        unrecorded,
+    )  # fmt: skip
 
 
 def _wait_reports(states: Iterable[ProcessState], now: int) -> Iterable[WaitReport]:

@@ -8,20 +8,23 @@ clocks of hosts may differ.
 
     {"m": "roster", "host": "b", "number": 7,
      "processes": [[name, role, rank, pid], ...],
-     "communicators": [[key, name, description, backend, size, ranks], ...],
+     "communicators": [[key, name, description, backend, size, ranks, of], ...],
      "members": [[process, communicator, rank in it, made with], ...]}
 
 - `key` identifies a communicator uniquely in the job, such as `policy/fsdp`. torch's names ("0", "1") are not unique,
   because several roles have a communicator "0".
 - `size` is the number of members that it should have, 0 if unknown. `ranks` are the members' ranks within their role,
   in the order of the communicator; null if unknown or longer than 64.
+- `of` is empty. For the messages from one member of a communicator to another, which are a communicator of these two,
+  it is the key of their communicator, and `ranks` are the sender's and the receiver's rank in that.
 - *made with* is a digest of the list of members with which the member created the communicator, -1 if unknown.
 
     {"m": "state", "host": "b", "number": 7,
      "processes": base64 of PROCESS records, one for each of the roster's processes
      "members": base64 of MEMBER records, one for each of the roster's members
      "stages": [text, ...] of each process; may be empty
-     "notes": {process: {"where", "error", "cause", "ours", "expected_s"}}, each field only if it is set
+     "notes": {process: {"where", "error", "cause", "ours", "expected_s",
+              "unrecorded"}}, each field only if it is set
      "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see WaitReport, as ages
      "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
      "sites": [[member, seq, site], ...], "gaps": [text, ...]}
@@ -58,8 +61,10 @@ NAN = float("nan")
 
 PROCESS_RECORD = struct.Struct("<biffff")
 """Fields: liveness, exit code; then the ages of: end (or stop), last progress, last activity, same stack."""
-MEMBER_RECORD = struct.Struct("<qqffbB")
-"""Fields: entered, completed; the ages of entered and completed; blocked (1, 0, -1), blind (1, 0)."""
+MEMBER_RECORD = struct.Struct("<qqqfffbB")
+"""Fields: entered, completed, started; the ages of entered, completed and of the oldest unfinished operation; blocked
+(1, 0, -1), flags: 1 blind, 2 on a device (see `CommunicatorRecord`)."""
+BLIND, ON_DEVICE = 1, 2
 CALL_RECORD = struct.Struct("<IqQ")
 """Fields: member, sequence number, signature."""
 
@@ -75,6 +80,9 @@ class RosterCommunicator:
     about: CommunicatorInfo
     size: int = 0
     ranks: tuple[int, ...] | None = None
+    of: str = ""
+    """For the messages between two members (`CommunicatorRecord.pair`): the key of their communicator, in which these
+    have the ranks `ranks`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +171,15 @@ def pack_member(
     completed_age: float = NAN,
     blocked: bool | None = None,
     blind: bool = False,
+    started: int = UNKNOWN,
+    pending_age: float = NAN,
+    on_device: bool = False,
 ) -> bytes:
-    """Packs the record of a member: how many collectives it has entered and completed."""
+    """Packs the record of a member: how many collectives it has entered, completed and started."""
     return MEMBER_RECORD.pack(
-        entered, completed, entered_age, completed_age, UNKNOWN if blocked is None else int(blocked), int(blind)
-    )
+        entered, completed, started, entered_age, completed_age, pending_age,
+        UNKNOWN if blocked is None else int(blocked), BLIND * blind | ON_DEVICE * on_device,
+    )  # fmt: skip
 
 
 def pack_calls(calls: Iterable[tuple[int, int, int]]) -> bytes:
@@ -216,7 +228,7 @@ def _encode_roster(roster: Roster) -> dict[str, Any]:
         "processes": [[each.name, each.role, each.rank, each.pid] for each in roster.processes],
         "communicators": [
             [each.key, each.about.name, each.about.description, each.about.backend, each.size,
-             None if each.ranks is None else list(each.ranks)]
+             None if each.ranks is None else list(each.ranks), each.of]
             for each in roster.communicators
         ],
         "members": [[each.process, each.communicator, each.rank, each.made_with] for each in roster.members],
@@ -231,9 +243,9 @@ def _decode_roster(message: Mapping[str, Any]) -> Roster:
         tuple(ProcessInfo(name, role, rank, host, pid) for name, role, rank, pid in message["processes"]),
         tuple(
             RosterCommunicator(
-                key, CommunicatorInfo(name, about, backend), size, None if ranks is None else tuple(ranks)
+                key, CommunicatorInfo(name, about, backend), size, None if ranks is None else tuple(ranks), of
             )
-            for key, name, about, backend, size, ranks in message["communicators"]
+            for key, name, about, backend, size, ranks, of in message["communicators"]
         ),
         tuple(RosterMember(*row) for row in message["members"]),
     )
@@ -292,6 +304,7 @@ def _from_base64(records: str | bytes) -> bytes:
 
 def _encode_note(note: ProcessNote) -> dict[str, Any]:
     fields = {"where": note.where, "error": note.error, "cause": note.cause, "ours": note.ours}
+    fields |= {"unrecorded": note.unrecorded}
     fields = {name: value for name, value in fields.items() if value}
     return fields if math.isnan(note.expected_s) else {**fields, "expected_s": note.expected_s}
 

@@ -6,6 +6,7 @@ record is valid when front equals back and two successive copies agree. This det
 writer that died in the middle of one.
 """
 
+import hashlib
 import mmap
 import os
 import struct
@@ -86,6 +87,19 @@ class CallRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageLane:
+    """The messages from one member of a communicator to another."""
+
+    of: int
+    """The identity of the communicator."""
+    sender: int
+    receiver: int
+    """Ranks in that communicator."""
+    inside: bool
+    """Whether a thread of the process is inside a send or receive of these, or waits for its handle."""
+
+
+@dataclass(frozen=True, slots=True)
 class CommunicatorRecord:
     """A communicator as one of its members reports it.
 
@@ -112,20 +126,38 @@ class CommunicatorRecord:
     closed: bool
     """Whether the communicator was destroyed."""
     blind: bool
-    """Whether point-to-point calls were made on the communicator. Its counts may then miss calls, so a missing call
-    proves nothing."""
+    """Whether the counts may miss calls, so that a missing call proves nothing: there were receives from any source, or
+    point-to-point calls together with collectives from C++."""
     counted: bool
     """Whether c10d's counts are read for the communicator, so that `entered` includes collectives issued from C++."""
     entered: int
     entered_ns: int
     completed: int
     completed_ns: int
+    started: int
+    """The last collective that the device has started; -1 if c10d does not report it."""
+    pending_ns: int
+    """When the oldest unfinished operation was issued; 0 if there is none or the time is unknown."""
+    on_device: bool
+    """Whether operations run on a device after their calls have returned (NCCL), so that a returned call proves only
+    that the operation was issued."""
     issued: int
     """The number of collectives issued from Python."""
     newest: CallRecord | None
     """The newest call issued from Python."""
     inside: CallRecord | None
     """The call that this member is in, or an asynchronous call that c10d has not completed."""
+    pair: MessageLane | None = None
+    """For the messages from one member to another, which form a communicator of two members: the i-th send is paired
+    with the i-th receive. Its rank 0 is the sender. None for all other communicators."""
+
+    @property
+    def blocked(self) -> bool | None:
+        """Whether a thread of the process waits in the oldest unfinished operation; None if unknown."""
+        if self.pair is not None and not self.on_device:
+            return self.pair.inside
+        inside = self.inside
+        return True if inside is not None and not (inside.asynchronous or inside.p2p) else None
 
     @property
     def label(self) -> str:
@@ -156,6 +188,8 @@ class BeaconState:
     communicators: tuple[CommunicatorRecord, ...] = ()
     progress_count: int = 0
     """Grows with every change of a counter or of the stage, and with every call on a communicator."""
+    unrecorded: int = 0
+    """The number of communicators for which the beacon has no room."""
     torn: int = 0
     """The number of records that could not be read, because the writer died or was stopped while writing them."""
 
@@ -165,6 +199,11 @@ EMPTY = 1
 """The write number of a record that has never been written; zero is a record that is being written."""
 
 MappedMemory = mmap.mmap | memoryview
+
+
+def digest64(text: str) -> int:
+    """A 64-bit digest of a text, never 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 def encode_text(text: str, size: int) -> bytes:
@@ -251,23 +290,27 @@ class RecordReader:
                 yield found
 
 
-MAX_COMMUNICATORS = 32
+MAX_COMMUNICATORS = 256
+MAX_LANES = 128
+"""Pairs of a peer and a direction, over all communicators of a process."""
 CALLS_PER_RING = 256
 MAX_TEXTS = 1024
 
 FLAG_P2P, FLAG_ASYNC, FLAG_FAILED, FLAG_REFUSED, FLAG_CLOSED, FLAG_COUNTED, FLAG_UNSURE = 1, 2, 4, 8, 16, 32, 64
+FLAG_DEVICE = 128
+"""In the flags of a communicator: `CommunicatorRecord.on_device`."""
 NO_PEER = -1
 SEPARATOR = "\x1f"
 """Separates operation, dtype, root, module and shapes in the text of a call; the longest part is the last one."""
 
 COMMUNICATOR_STRUCT = struct.Struct("<QQQQiiQ64s64s32sQ")
 # front identity members created_ns size rank loop_thread name description backend back
-COUNTS_STRUCT = struct.Struct("<QqqQQQ")  # front entered completed entered_ns completed_ns back
+COUNTS_STRUCT = struct.Struct("<QqqqQQQ")  # front entered started completed entered_ns completed_ns back
 CALL_STRUCT = struct.Struct("<QqQQQQIIIIQ")
 # front seq issued entered_ns left_ns signature label site flags+peer context back
 TEXT_STRUCT = struct.Struct("<Q176sQ")  # front text back
 CALL_WORDS = 9
-SEQ_WORD, LEFT_WORD, WHERE_WORD = 1, 4, 7
+SEQ_WORD, ENTERED_WORD, LEFT_WORD, WHERE_WORD = 1, 3, 4, 7
 """Positions of 64-bit words in the record of a call."""
 PEER_SHIFT = 8
 """The word `flags+peer` has the flags in the lower bits, and the peer's rank + 1 above."""
@@ -278,12 +321,12 @@ CALLS_AT = 384
 FLAGS_AT = 392
 BLIND_AT = 400
 RING_BYTES = CALLS_PER_RING * CALL_STRUCT.size
-COMMUNICATORS_BYTES = MAX_COMMUNICATORS * COMMUNICATOR_STRIDE
+LANE_STRIDE = 64
 RINGS_BYTES = MAX_TEXTS * TEXT_STRUCT.size + MAX_COMMUNICATORS * RING_BYTES
 
 
 MAGIC = b"LOCKSTEP"
-VERSION = 3
+VERSION = 4
 MAX_COUNTERS = 24
 MAX_WAITS = 16
 MAX_EVENTS = 128
@@ -299,12 +342,16 @@ WAIT_STRUCT = struct.Struct(
 EVENT_STRUCT = struct.Struct("<QQ24s72sQ")  # front at_ns kind text back
 
 BEAT_AT = 512
+USED_AT, UNRECORDED_AT = 520, 528
+"""The number of communicators with a slot, and of those for which there was none."""
 STAGE_AT = 576
 COUNTERS_AT = 768
 WAITS_AT = COUNTERS_AT + MAX_COUNTERS * 96
-COMMUNICATORS_AT = WAITS_AT + MAX_WAITS * 384
-EVENTS_AT = COMMUNICATORS_AT + COMMUNICATORS_BYTES
-RINGS_AT = EVENTS_AT + MAX_EVENTS * 128
+EVENTS_AT = WAITS_AT + MAX_WAITS * 384
+LANES_AT = EVENTS_AT + MAX_EVENTS * 128
+COMMUNICATORS_AT = LANES_AT + MAX_LANES * LANE_STRIDE
+RINGS_AT = COMMUNICATORS_AT + MAX_COMMUNICATORS * COMMUNICATOR_STRIDE
 FIXED_SIZE = RINGS_AT
-"""The size of the part that readers copy as a whole; the rings of calls after this part are read only when needed."""
+"""The size of the part that readers copy as a whole, without its unused slots; the rings of calls after this part are
+read only when needed."""
 FILE_SIZE = FIXED_SIZE + RINGS_BYTES

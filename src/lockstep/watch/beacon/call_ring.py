@@ -18,11 +18,13 @@ from lockstep.watch.beacon.beacon_records import (
     CALLS_PER_RING,
     COMMUNICATOR_STRIDE,
     COMMUNICATOR_STRUCT,
+    COMMUNICATORS_AT,
     COUNTS_AT,
     COUNTS_STRUCT,
     FLAG_ASYNC,
     FLAG_CLOSED,
     FLAG_COUNTED,
+    FLAG_DEVICE,
     FLAG_FAILED,
     FLAG_P2P,
     FLAG_REFUSED,
@@ -36,6 +38,8 @@ from lockstep.watch.beacon.beacon_records import (
     RING_BYTES,
     SEPARATOR,
     TEXT_STRUCT,
+    UNRECORDED_AT,
+    USED_AT,
     WHERE_WORD,
     CallRecord,
     CommunicatorRecord,
@@ -46,6 +50,7 @@ from lockstep.watch.beacon.beacon_records import (
     decode_text,
     encode_text,
 )
+from lockstep.watch.beacon.message_lanes import LaneWriter, lane_records
 
 FRESH_TEXTS = MAX_TEXTS // 2
 """A text that a call needs is written again if at least this many newer texts have been written."""
@@ -71,6 +76,7 @@ class CallRings:
         self.slots_at, self.texts_at = slots_at, texts_at
         self.rings_at = texts_at + MAX_TEXTS * TEXT_STRUCT.size
         self.slots: list[CommunicatorSlot | None] = [None] * MAX_COMMUNICATORS
+        self.lanes = LaneWriter(self.words)
         self.calls = 0
         """The number of calls on closed communicators whose slots were reused."""
         self._lock = threading.Lock()
@@ -128,19 +134,26 @@ class CallRings:
         size: int,
         rank: int,
         loop_thread: int = 0,
+        on_device: bool = False,
     ) -> "CommunicatorSlot | None":  # fmt: skip
-        """A slot for a communicator: an unused one, else the one that was closed first; None if all are in use."""
+        """A slot for a communicator: an unused one, else the one that was closed first; None if all are in use, which
+        the beacon counts. For `on_device` see `CommunicatorRecord`."""
         with self._lock:
             index = self._free_slot()
             if index is None:
+                self.words[UNRECORDED_AT >> 3] += 1
                 return None
+            self.lanes.clear(index)
             slot = CommunicatorSlot(self, index)
             slot.description = (
                 identity, members, time.monotonic_ns(), size, rank, loop_thread,
                 encode_text(name, 64), encode_text(description, 64), encode_text(backend, 32),
             )  # fmt: skip
             slot.write_description()
+            if on_device:
+                slot.mark_on_device()
             self.slots[index] = slot
+            self.words[USED_AT >> 3] = max(self.words[USED_AT >> 3], index + 1)
             return slot
 
     def _free_slot(self) -> int | None:
@@ -245,12 +258,16 @@ class CommunicatorSlot:
         """Records that c10d's counts are read for this communicator."""
         self.words[(self._at + FLAGS_AT) >> 3] |= FLAG_COUNTED
 
-    def write_counts(self, entered: int, completed: int, entered_ns: int, completed_ns: int) -> None:
+    def mark_on_device(self) -> None:
+        """Records that operations run after their calls, see `CommunicatorRecord.on_device`."""
+        self.words[(self._at + FLAGS_AT) >> 3] |= FLAG_DEVICE
+
+    def write_counts(self, entered: int, completed: int, entered_ns: int, completed_ns: int, started: int = -1) -> None:
         """Sets c10d's counts, and when a change of them was first observed."""
-        self._counts_record.write(entered, completed, entered_ns, completed_ns)
+        self._counts_record.write(entered, started, completed, entered_ns, completed_ns)
 
     def mark_blind(self) -> None:
-        """Records that point-to-point calls were made, see `CommunicatorRecord.blind`."""
+        """Records that the counts may miss calls, see `CommunicatorRecord.blind`."""
         self.words[(self._at + BLIND_AT) >> 3] = 1
 
     def close(self) -> None:
@@ -258,25 +275,27 @@ class CommunicatorSlot:
         self.words[(self._at + FLAGS_AT) >> 3] |= FLAG_CLOSED
 
 
-def clear_slots(memory: MappedMemory, slots_at: int) -> None:
-    """Marks the slots of a new file as empty. Rings and texts are empty without this."""
-    for slot in range(MAX_COMMUNICATORS):
-        clear_record(memory, slots_at + slot * COMMUNICATOR_STRIDE, COMMUNICATOR_STRUCT)
+def used_slots(reading: RecordReader) -> int:
+    """The number of slots that have been used."""
+    return min(reading.number(USED_AT), (reading.complete - COMMUNICATORS_AT) // COMMUNICATOR_STRIDE)
 
 
 def read_communicators(reading: RecordReader, slots_at: int, texts_at: int) -> tuple[CommunicatorRecord, ...]:
-    """Decodes the communicators of a beacon, of which `reading` has the fixed part."""
+    """Decodes the communicators of a beacon, of which `reading` has the fixed part; then the messages between each two
+    members, see `CommunicatorRecord.pair`."""
     texts = _TextTable(reading, texts_at)
     found = (
         _decode_communicator(reading, slots_at + slot * COMMUNICATOR_STRIDE, slot, texts)
-        for slot in range(MAX_COMMUNICATORS)
+        for slot in range(used_slots(reading))
     )
-    return tuple(each for each in found if each is not None)
+    communicators = tuple(each for each in found if each is not None)
+    return communicators + tuple(lane_records(reading, {each.slot: each for each in communicators}, texts))
 
 
 def count_calls(reading: RecordReader, slots_at: int) -> int:
     """The number of calls that were recorded on all communicators together."""
-    return sum(reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT) for slot in range(MAX_COMMUNICATORS))
+    slots = range(used_slots(reading))
+    return sum(reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT) for slot in slots)
 
 
 def decode_calls(reading: RecordReader, slots_at: int, texts_at: int, slot: int, newest: int) -> tuple[CallRecord, ...]:
@@ -336,27 +355,34 @@ def _decode_communicator(reading: RecordReader, at: int, slot: int, texts: _Text
     identity, members, created, size, rank, loop, name, description, backend = found[1]
     flags = reading.number(at + FLAGS_AT)
     counts = reading.record(at + COUNTS_AT, COUNTS_STRUCT)
-    counted = bool(flags & FLAG_COUNTED)
-    calls = list(_iter_calls(reading, texts, slot, reading.number(at + CALLS_AT), NEWEST_CALLS))
+    counted, number = bool(flags & FLAG_COUNTED), reading.number(at + CALLS_AT)
+    calls = list(_iter_calls(reading, texts, slot, number, NEWEST_CALLS))
     collectives = [call for call in calls if not call.p2p]
     last = collectives[-1] if collectives else None
-    merged = _merge_counts(collectives, counts[1] if counts else (-1, -1, 0, 0), counted)
+    merged = _merge_counts(collectives, counts[1] if counts else (-1, -1, -1, 0, 0), counted)
+    completed = merged[2]
+    if collectives and -1 < completed < collectives[0].seq - 1:  # the process is far ahead of its device
+        calls = list(_iter_calls(reading, texts, slot, number, CALLS_PER_RING))
+        collectives = [call for call in calls if not call.p2p]
     waiting = [call for call in calls if call.inside]
+    unfinished = [call for call in collectives if not (call.failed or call.refused) and call.seq > completed > -1]
     if not waiting and counted:
-        waiting = [call for call in collectives if call.asynchronous and not call.failed and call.seq > merged[2]]
+        waiting = [call for call in unfinished if call.asynchronous]
+    first = unfinished[0].entered_ns if unfinished and unfinished[0].seq == completed + 1 else 0
     return CommunicatorRecord(
         slot, decode_text(name), decode_text(description), decode_text(backend), size, rank, identity, members, created,
         loop, bool(flags & FLAG_CLOSED), bool(reading.number(at + BLIND_AT)), counted, *merged,
+        counts[1][1] if counts else -1, first, bool(flags & FLAG_DEVICE),
         last.issued if last else 0, calls[-1] if calls else None,
         waiting[0] if waiting else None,
     )  # fmt: skip
 
 
 def _merge_counts(
-    collectives: list[CallRecord], counts: tuple[int, int, int, int], counted: bool
+    collectives: list[CallRecord], counts: tuple[int, int, int, int, int], counted: bool
 ) -> tuple[int, int, int, int]:
     """Merges entered and completed, with their times, from both sources."""
-    entered, completed, entered_ns, completed_ns = counts
+    entered, _, completed, entered_ns, completed_ns = counts
     lowest = 0 if counted else -1
     entered, completed = max(entered, lowest), max(completed, lowest)
     for call in collectives:

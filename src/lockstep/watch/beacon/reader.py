@@ -12,6 +12,7 @@ from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.beacon_records import (
     BEAT_AT,
     CALLS_PER_RING,
+    COMMUNICATOR_STRIDE,
     COMMUNICATORS_AT,
     COUNTER_STRUCT,
     COUNTERS_AT,
@@ -20,12 +21,15 @@ from lockstep.watch.beacon.beacon_records import (
     FIXED_SIZE,
     HEADER_STRUCT,
     MAGIC,
+    MAX_COMMUNICATORS,
     MAX_COUNTERS,
     MAX_EVENTS,
     MAX_WAITS,
     RINGS_AT,
     STAGE_AT,
     STAGE_STRUCT,
+    UNRECORDED_AT,
+    USED_AT,
     VERSION,
     WAIT_STRUCT,
     WAITS_AT,
@@ -117,10 +121,12 @@ def _open_beacon_file(path: Path) -> Iterator[RecordReader | None]:
 
 def _read_checked(descriptor: int) -> RecordReader | None:
     try:
-        reading = RecordReader(descriptor, 0, FIXED_SIZE)
+        used = min(int.from_bytes(os.pread(descriptor, 8, USED_AT), "little"), MAX_COMMUNICATORS)
+        wanted = COMMUNICATORS_AT + used * COMMUNICATOR_STRIDE
+        reading = RecordReader(descriptor, 0, wanted)
     except OSError:
         return None
-    if reading.complete != FIXED_SIZE or reading.first[:8] != MAGIC:
+    if reading.complete != wanted or reading.first[:8] != MAGIC:
         return None
     _, version, size, *_ = HEADER_STRUCT.unpack_from(reading.second)
     return reading if (version, size) == (VERSION, FIXED_SIZE) else None
@@ -162,5 +168,6 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
         path, decode_text(run), decode_text(name), decode_text(role), rank, pid, start, created_ns, created_wall,
         reading.number(BEAT_AT), stage, stage_since, counters,
         tuple(sorted(waits, key=lambda wait: wait.since_ns)),
-        tuple(sorted(events, key=lambda event: event.number)), communicators, progress_count, reading.torn,
+        tuple(sorted(events, key=lambda event: event.number)), communicators, progress_count,
+        reading.number(UNRECORDED_AT), reading.torn,
     )  # fmt: skip

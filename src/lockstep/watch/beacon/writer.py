@@ -248,7 +248,6 @@ def _clear_records(memory: mmap.mmap) -> None:
     for start, stride, count, layout in [(STAGE_AT, 0, 1, STAGE_STRUCT), *tables]:
         for at in range(start, start + max(stride, 1) * count, max(stride, 1)):
             clear_record(memory, at, layout)
-    call_ring.clear_slots(memory, COMMUNICATORS_AT)
 
 
 def close_beacon(remove: bool = False) -> None:

@@ -30,7 +30,8 @@ def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothes
     observations at different moments.
 
     A cycle with waits outside collectives is confirmed only if all its processes are inactive, because another thread
-    of a process may be about to answer.
+    of a process may be about to answer. So is a cycle in which a process that waits only on its device has not issued a
+    collective of the cycle, because its host does not wait and may be about to issue it.
     """
     found = []
     for deadlock in find_cycles_and_knots(graph):
@@ -46,9 +47,10 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
     waiters = np.bincount(graph.wait_node, minlength=len(graph.seq))
     node = max(deadlock.tolist(), key=lambda each: (waiters[each], -graph.since[each]))
     only_collectives = bool((graph.edge[deadlock] < 0).all())
+    proves = only_collectives and not _host_may_issue(context, graph, deadlock, involved)
     since = float(np.max(graph.since[deadlock]))
     proven = all_proven_inactive(context, involved, since)
-    if only_collectives and not proven:  # an asynchronous collective may still complete
+    if proves and not proven:  # an asynchronous collective may still complete
         proven = not any(
             measure_inactivity(context, each).progresses(context.thresholds.notice_s) for each in involved[:_MAX_TRIED]
         )
@@ -72,6 +74,25 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
         proven_by_structure=True,
         others=tuple(involved),
     )
+
+
+def _host_may_issue(context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, involved: Sequence[int]) -> bool:
+    """Whether a collective of the deadlock is missing only because a process of it has not issued the collective, while
+    what that process waits for is on its device: an operation posted ahead does not keep its host from going on."""
+    members, pending = context.evidence.communicators, context.pending
+    if members.on_device is None:
+        return False
+    in_deadlock = np.zeros(graph.processes, dtype=np.bool_)
+    in_deadlock[list(involved)] = True
+    for node in deadlock.tolist():
+        if not graph.is_collective(node):
+            continue
+        rows = context.members(int(graph.communicator[node]))
+        blocks = in_deadlock[members.process[rows]] & (members.entered[rows] < graph.seq[node])
+        blocks &= np.isin(members.process[rows], members.process[pending.waits & members.on_device])
+        if blocks.any():
+            return True
+    return False
 
 
 def _participants(graph: WaitGraph, deadlock: IntArray) -> list[set[int]]:

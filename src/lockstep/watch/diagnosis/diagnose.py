@@ -18,6 +18,7 @@ from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.in_flight import find_in_flight
 from lockstep.watch.diagnosis.mismatch import find_mismatches
+from lockstep.watch.diagnosis.pending import find_pending
 from lockstep.watch.diagnosis.root_cause import find_lost_hosts, find_root_causes, find_waits_without_blocker
 from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.verdict_text import to_verdict
@@ -45,7 +46,7 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
     thresholds = thresholds or StallThresholds()
     liveness = evidence.processes.liveness
     any_ended = bool(((liveness == Liveness.DEAD) | (liveness == Liveness.STOPPED)).any())
-    pending = graphs.find_pending(evidence)
+    pending = find_pending(evidence)
     graph = graphs.build_wait_graph(evidence, pending, thresholds.notice_s, always=any_ended)
     context = DiagnosisContext(evidence, thresholds, pending, graph)
     relevant = None if graph is None else graphs.reachable_from_stalled(graph)
@@ -73,6 +74,7 @@ def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object
     names = tuple((info[p].role, info[p].rank, info[p].name) for p in hypothesis.culprits)
     return (
         hypothesis.level is VerdictLevel.NOTICE,
+        hypothesis.kind is VerdictKind.UNKNOWN,
         not hypothesis.proven_by_structure,
         round(since, 3),
         -hypothesis.confidence,

@@ -14,8 +14,9 @@ import numpy as np
 
 from lockstep.watch.diagnosis.evidence import Evidence, FloatArray, IntArray, WaitEdge
 from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness, ProcessNote
+from lockstep.watch.diagnosis.pending import PendingCollectives
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, StallThresholds, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray, PendingCollectives, WaitGraph
+from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
 MAX_NOTICE_CONFIDENCE = 0.6
 """The highest confidence of a notice."""
@@ -100,6 +101,7 @@ class DiagnosisContext:
         mask[members.process[members.entered < 0]] = True
         if members.uncertain is not None:
             mask[members.process[members.uncertain]] = True
+        mask[[process for process, note in self.evidence.processes.notes.items() if note.unrecorded]] = True
         return mask
 
     @cached_property

@@ -49,7 +49,11 @@ class ProcessTable:
 
 @dataclass(frozen=True, slots=True)
 class MembershipTable:
-    """Memberships of processes in communicators; columns `[memberships]`, grouped by communicator in rank order."""
+    """Memberships of processes in communicators; columns `[memberships]`, grouped by communicator in rank order.
+
+    The messages from one process to another on a communicator are a communicator of these two, the sender first: its
+    n-th collective is the n-th send and the n-th receive.
+    """
 
     info: Sequence[CommunicatorInfo]
     starts: IntArray
@@ -66,11 +70,18 @@ class MembershipTable:
     """A number (a digest or the size) that identifies the member list with which the process created the communicator,
     or `UNKNOWN`. The diagnosis detects different lists by it."""
     uncertain: NDArray[np.bool_] | None = None
-    """True where the counts are incomplete or include other calls (point-to-point with gloo), so that they do not prove
+    """True where the counts are incomplete or include other calls, so that they do not prove
     that the process has not entered a collective."""
     blocked: NDArray[np.int8] | None = None
     """1 if a thread of the process waits in the collective that it entered last (or in its handle's `wait()`), 0 if
     none does (an asynchronous collective runs in the background), else `UNKNOWN`."""
+    started: IntArray | None = None
+    """Sequence number of the last collective that the device has started; `UNKNOWN` without evidence."""
+    pending_at: FloatArray | None = None
+    """When the oldest unfinished collective was issued; NaN without evidence."""
+    on_device: NDArray[np.bool_] | None = None
+    """True where collectives run on a device after their calls have returned (NCCL): *entered* then means that the host
+    has issued the collective, and the device reaches it when it has finished what was issued before."""
 
     def peers_of(self, processes: Collection[int]) -> set[int]:
         """All other processes that communicators connect with the given ones, directly or indirectly."""

@@ -51,6 +51,8 @@ class ProcessNote:
     """True if Lockstep ended or stopped the process, so its end is never the cause of a failure."""
     expected_s: float = float("nan")
     """The longest duration so far, in this job, of the stage that the process is in."""
+    unrecorded: bool = False
+    """True if the process has communicators that are not recorded, in which it may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,15 @@ class CollectiveCall:
     root: int | None = None
     site: str = ""
     """`file.py:31 in function`; it need not agree between ranks."""
+
+
+_NEED_ALL = ("all_", "_all_", "allreduce", "allgather", "alltoall", "reduce_scatter", "_reduce_scatter", "barrier")
+
+
+def needs_all_members(operation: str) -> bool:
+    """Whether no member can complete the operation before all have entered it; in a broadcast or a reduction some
+    can."""
+    return operation.lower().startswith(_NEED_ALL)
 
 
 class WaitCondition(IntEnum):

@@ -186,8 +186,8 @@ def _class_of_code(code: int) -> FailureClass:
         return FailureClass("unknown", (Alternative("shm_too_small", 0.6),), culprit_confidence=0.9)
     if number in _CRASH_SIGNALS:
         return FailureClass("unknown", (Alternative("framework_bug", 0.3),), culprit_confidence=0.9)
-    if number in _TERMINATION_SIGNALS:
-        return FailureClass("external_kill", culprit_confidence=0.6)
+    if number in _TERMINATION_SIGNALS:  # less than a failure of its own: launchers end the others after the first
+        return FailureClass("external_kill", culprit_confidence=0.55)
     if number == signal.SIGABRT:
         return FailureClass(
             "unknown",

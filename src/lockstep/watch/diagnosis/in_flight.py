@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.deadlock import find_out_of_order
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, all_proven_inactive
-from lockstep.watch.diagnosis.evidence_types import Liveness
+from lockstep.watch.diagnosis.evidence_types import Liveness, needs_all_members
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
@@ -38,25 +38,43 @@ def find_in_flight(
 
 
 def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
-    """A hypothesis about members that have not completed a collective that most others have completed; else None."""
+    """A hypothesis about members that have not completed a collective that others have completed: one other proves it
+    if the operation needs all members, else most others. Or about members whose devices have not started a collective
+    that others have started. None if there are none."""
     waiters = graph.waiters(node) if graph.few_wait(node, _MAX_WAITERS) else []
-    members = context.evidence.communicators
+    members, seq = context.evidence.communicators, int(graph.seq[node])
     rows = context.members(int(graph.communicator[node]))
-    done = int((members.completed[rows] >= graph.seq[node]).sum())
-    if not waiters or len(waiters) >= done:
+    done = int((members.completed[rows] >= seq).sum())
+    call, _ = context.call(int(graph.communicator[node]), seq)
+    needed = 1 if call is not None and needs_all_members(call.operation) else len(waiters) + 1
+    text = f"has entered {{collective}} and not completed it, as {done} others have"
+    if not done:
+        started = _started(context, rows, seq)
+        waiters = [] if started is None else [p for p in waiters if p not in started]
+        done, needed = (len(started), 1) if started is not None else (0, 1)
+        text = f"has issued {{collective}}, which its device has not started, as {done} others have"
+    if not waiters or done < needed:
         return None
     proven = all_proven_inactive(context, waiters[:_MAX_WAITERS], float(graph.since[node]))
     return Hypothesis(
         VerdictKind.DEVICE_LAG,
         VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
         0.7 if proven else 0.5,
-        f"has entered {{collective}} and not completed it, as {done} others have",
+        text,
         tuple(waiters),
         node=node,
         since=float(graph.since[node]),
         alternatives=(Alternative("gpu_hardware_fault", 0.3), Alternative("network_blocked", 0.3)),
         collect=("the device's counters and the kernel log of its host", "its native stack (py-spy dump --native)"),
     )
+
+
+def _started(context: DiagnosisContext, rows: slice, seq: int) -> set[int] | None:
+    """The members whose devices have started a collective; None unless it is known of all members."""
+    members = context.evidence.communicators
+    if members.started is None or (members.started[rows] < 0).any():
+        return None
+    return set(members.process[rows][members.started[rows] >= seq].tolist())
 
 
 def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> list[Hypothesis]:

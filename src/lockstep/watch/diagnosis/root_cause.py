@@ -260,7 +260,7 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
     if idle_wait is not None and any(context.liveness(each) is not Liveness.RUNNING for each in idle_wait.on):
         return []  # the client that should send the next request is not running
     inactivity, notice_s = measure_inactivity(context, process), context.thresholds.notice_s
-    in_collective = graph.is_collective(node)
+    in_collective, has_issued = graph.is_collective(node), _has_issued(context, graph, process, node)
     is_active, is_spinning = inactivity.is_active(notice_s), inactivity.spins(notice_s)
     works = is_active and not is_spinning
     is_slow = works and _far_behind(context, graph, process, node)
@@ -274,12 +274,15 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
         confidence = 0.45
     else:
         confidence = 0.3 if is_active else 0.5
+    text = "has not entered {collective}" if in_collective else _absence_text(context, graph, node)
+    if has_issued:
+        text = "has issued {collective}, but its device has not started it: an earlier kernel has not ended"
     return [
         Hypothesis(
-            VerdictKind.SLOW if is_slow else VerdictKind.ABSENT,
+            VerdictKind.DEVICE_LAG if has_issued else VerdictKind.SLOW if is_slow else VerdictKind.ABSENT,
             VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
             confidence,
-            "has not entered {collective}" if in_collective else _absence_text(context, graph, node),
+            text,
             (process,),
             node=node,
             since=since,
@@ -289,6 +292,16 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
             collect=_missing_evidence(context, process, inactivity, progress_unknown),
         )
     ]
+
+
+def _has_issued(context: DiagnosisContext, graph: WaitGraph, process: int, node: int) -> bool:
+    """Whether the process has issued the collective of a node that its device has not reached."""
+    if not graph.is_collective(node):
+        return False
+    rows = context.members(int(graph.communicator[node]))
+    is_own = context.evidence.communicators.process[rows] == process
+    return bool((is_own & context.pending.elsewhere[rows] & (context.pending.seq[rows] <= graph.seq[node])
+                 & (context.evidence.communicators.entered[rows] >= graph.seq[node])).any())  # fmt: skip
 
 
 def _rendezvous_of(context: DiagnosisContext, graph: WaitGraph, node: int) -> str:

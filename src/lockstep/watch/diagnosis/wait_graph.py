@@ -2,8 +2,12 @@
 
 A node is something in which processes wait: a collective (communicator, sequence number), or a wait edge of the
 evidence. Processes block nodes: the members that have not entered a collective or cannot complete it block the
-collective, and the targets of an edge block the edge. A process is blocked if one of its nodes is blocked. A collective
-and an ALL edge are blocked if one of their blockers is blocked, an ANY edge if all are.
+collective, and the targets of an edge block the edge. A device runs what its process issues in order, so a process
+waits only in its oldest unfinished collective over all communicators on devices, and blocks those that it has issued
+after that, or that its device has not started while another's has.
+
+A process is blocked if one of its nodes is blocked. A collective and an ALL edge are blocked if one of their blockers
+is blocked, an ANY edge if all are.
 
 The graph consists of arrays, because in a stalled job of 16,000 ranks every rank waits.
 """
@@ -15,6 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.watch.diagnosis.evidence import Evidence, FloatArray, IntArray, MembershipTable, WaitEdge
 from lockstep.watch.diagnosis.evidence_types import Liveness, WaitCondition
+from lockstep.watch.diagnosis.pending import PendingCollectives
 
 BoolArray = NDArray[np.bool_]
 
@@ -76,34 +81,6 @@ class WaitGraph:
     def blocks(self, process: int) -> list[int]:
         """The nodes that a process blocks."""
         return sorted(set(self.block_node[self.block_process == process].tolist()))
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCollectives:
-    """For each membership, whether the process is inside a collective of the communicator, and in which;
-    `[memberships]`."""
-
-    communicator: IntArray
-    waits: BoolArray
-    seq: IntArray
-    """The first collective that the process has not completed."""
-    since: FloatArray
-    """When the process last entered or completed a collective of the communicator; NaN if unknown."""
-
-
-def find_pending(evidence: Evidence) -> PendingCollectives:
-    """The memberships inside a collective. If completion is unknown, the collective entered last counts as pending."""
-    members = evidence.communicators
-    sizes = np.diff(members.starts)
-    communicator = np.repeat(np.arange(len(sizes)), sizes)
-    completed = members.completed
-    if (completed < 0).any():
-        completed = np.where((completed < 0) & (members.entered >= 1), members.entered - 1, completed)
-    waits = members.entered > completed
-    waits &= evidence.processes.liveness[members.process] == Liveness.RUNNING
-    if members.blocked is not None:
-        waits &= members.blocked != 0
-    return PendingCollectives(communicator, waits, completed + 1, np.fmax(members.entered_at, members.completed_at))
 
 
 def build_wait_graph(
@@ -218,7 +195,7 @@ def _blockers(
         node_of[communicator[nodes]] = nodes
         rows = all_rows if len(nodes) == len(members.info) else _membership_rows(members, communicator[nodes])
         node = node_of[pending.communicator[rows]]
-        not_entered = members.entered[rows] < seq[node]
+        not_entered = (members.entered[rows] < seq[node]) | (pending.elsewhere[rows] & (pending.seq[rows] <= seq[node]))
         will_not_complete = has_left[rows] & (members.completed[rows] < seq[node])
         is_certain = is_known[rows]
         if seen is not None:  # a report from before the wait proves nothing

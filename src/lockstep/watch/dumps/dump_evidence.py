@@ -5,115 +5,29 @@ counts it over all of its communicators.
 """
 
 import math
-import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable, WaitEdge
+from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
     UNKNOWN,
     CollectiveCall,
-    CommunicatorInfo,
     Liveness,
     ProcessInfo,
 )
-from lockstep.watch.dumps.decode import CallTexts, CommunicatorTrace
+from lockstep.watch.dumps.call_selection import MemberCalls, informative_calls
+from lockstep.watch.dumps.communicators import DumpedCommunicator, correct_counts, find_communicators
+from lockstep.watch.dumps.decode import CallTexts
 from lockstep.watch.dumps.dump_files import RankDump, ranks_text
+from lockstep.watch.dumps.dump_times import bound_times
+from lockstep.watch.dumps.member_rows import GroupRows, communicator_rows
+from lockstep.watch.dumps.missing_dumps import accuse_missing
 
-NEWEST_CALLS = 16
-"""The number of newest calls kept of each member."""
-_KEPT_AFTER_DIVERGENCE = 64
-"""The number of calls kept after the first divergence; later ones only follow from it."""
-_MAX_SPAN = 10_000_000
-"""If the sequence numbers of members are further apart than this, the members are not compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberCalls:
-    """A member's calls in the order of entering; columns `[calls]`."""
-
-    membership: int
-    sequence: NDArray[np.int64]
-    signature: NDArray[np.uint64]
-    site: NDArray[np.int32]
-
-
-def informative_calls(columns: Sequence[MemberCalls]) -> list[NDArray[np.int64]]:
-    """Selects calls of each member, as ascending indices: the newest, those around the slowest member's newest, and
-    those around the first divergence."""
-    if not columns:
-        return []
-    lowest = min(int(column.sequence.min()) for column in columns)
-    highest = max(int(column.sequence.max()) for column in columns)
-    slowest = min(int(column.sequence.max()) for column in columns)
-    diverged_at = highest + 1
-    if highest - lowest < _MAX_SPAN:
-        first = np.zeros(highest - lowest + 1, np.uint64)
-        differs = np.zeros(highest - lowest + 1, np.bool_)
-        for column in columns:
-            at = column.sequence - lowest
-            before = first[at]
-            differs[at] |= (before != column.signature) & (before != 0)
-            first[at] = np.where(before == 0, column.signature, before)
-        if differs.any():
-            diverged_at = lowest + int(np.argmax(differs))
-    kept = []
-    for column in columns:
-        numbers = column.sequence
-        keep = (numbers > slowest - 2) & (numbers <= slowest + NEWEST_CALLS)
-        keep[-NEWEST_CALLS:] = True
-        keep |= (numbers >= diverged_at - 1) & (numbers < diverged_at + _KEPT_AFTER_DIVERGENCE)
-        kept.append(np.flatnonzero(keep))
-    return kept
-
-
-def find_undecided(dumps: Sequence[RankDump]) -> list[RankDump]:
-    """The dumps that must be decoded in full, because their older calls may differ from those of other members, or
-    other members are so far ahead that the newest calls of all do not overlap."""
-    members: dict[tuple[str, str], list[tuple[RankDump, CommunicatorTrace]]] = defaultdict(list)
-    for dump in dumps:
-        for group in dump.trace.groups:
-            if group.sequence:
-                members[group.name, group.members].append((dump, group))
-    undecided: dict[int, RankDump] = {}
-    for records in members.values():
-        slowest = min(group.entered for _, group in records)
-        far_apart = any(group.digests and group.sequence[0] > slowest - NEWEST_CALLS for _, group in records)
-        if far_apart or _blocks_differ([group for _, group in records]):
-            undecided |= {dump.rank: dump for dump, group in records if group.digests}
-    return list(undecided.values())
-
-
-def _blocks_differ(groups: Sequence[CommunicatorTrace]) -> bool:
-    """Whether members have different digests of a block of older calls."""
-    first: dict[int, int] = {}
-    return any(
-        first.setdefault(block, digest) != digest
-        for group in groups
-        for block, digest in enumerate(group.digests, group.digested)
-    )
-
-
-_DEFAULT_GROUP, _NO_DESCRIPTION = "default_pg", "undefined"
-_PEER = re.compile(r"(?:recv (?P<me>\d+)<-(?P<from>\d+))|(?:send (?P<self>\d+)->(?P<to>\d+))")
-
-
-@dataclass
-class _DumpedCommunicator:
-    """A communicator according to its members' dumps."""
-
-    name: str
-    description: str
-    backend: str
-    ranks: list[int]
-    records: dict[int, CommunicatorTrace] = field(default_factory=dict)
-    """The record in the dump of each rank."""
+_TRANSFER = CollectiveCall("send/recv")
+_TRANSFER_SIGNATURE = 1
+"""Digests of calls are hardly ever this small."""
 
 
 def build_dump_evidence(
@@ -121,37 +35,49 @@ def build_dump_evidence(
 ) -> Evidence:
     """Builds evidence from one dump per rank. Ranks that only other dumps mention are included as unknown."""
     gaps = list(gaps)
-    communicators = _communicators(dumps, world_size)
+    communicators = find_communicators(dumps, world_size)
     ranks = sorted({dump.rank for dump in dumps}.union(range(world_size or 0), *(each.ranks for each in communicators)))
     by_rank = {dump.rank: dump for dump in dumps}
     missing = [rank for rank in ranks if rank not in by_rank]
     if missing:
         gaps.append(f"no dump of {ranks_text(missing)}")
-    blank = [dump.rank for dump in dumps if not dump.trace.entries]
+    blank = [
+        dump.rank for dump in dumps if not dump.trace.entries and not any(g.from_status for g in dump.trace.groups)
+    ]
     if blank:
         gaps.append(f"no entries in the dump of {ranks_text(blank)}")
     for communicator in communicators:
-        _correct_counts(communicator, by_rank, gaps)
+        correct_counts(communicator, by_rank, gaps)
+    seen_at = bound_times(dumps)
+    at = max(seen_at.values(), default=math.nan)
+    groups = communicator_rows(communicators, by_rank)
+    accused = accuse_missing(groups, missing)
+    for rank, why in accused.items():
+        seen_at[rank] = at
+        gaps.append(why)
     index = {rank: at for at, rank in enumerate(ranks)}
-    members = _membership_table(communicators, by_rank, index)
     return Evidence(
-        at=max((dump.taken_at for dump in dumps), default=math.nan),
-        processes=_process_table(ranks, by_rank, communicators),
-        communicators=members,
-        calls=_call_table(communicators, by_rank, call_texts),
-        edges=_wait_edges(communicators, index),
+        at=at,
+        processes=_process_table(ranks, by_rank, communicators, seen_at),
+        communicators=_membership_table(groups, index),
+        calls=_call_table(communicators, groups, by_rank, call_texts),
         source="dumps",
         gaps=tuple(gaps),
         extra={
             "files": {dump.rank: str(dump.file.path) for dump in dumps},
             "entries": sum(dump.trace.entries for dump in dumps),
             "missing": missing,
+            "accused": sorted(accused),
+            "issued": [row.issued for each in groups for row in each.rows],
         },
     )
 
 
 def _process_table(
-    ranks: Sequence[int], by_rank: Mapping[int, RankDump], communicators: Sequence[_DumpedCommunicator]
+    ranks: Sequence[int],
+    by_rank: Mapping[int, RankDump],
+    communicators: Sequence[DumpedCommunicator],
+    seen_at: Mapping[int, float],
 ) -> ProcessTable:
     """Builds the process table. A rank without a dump counts as running, and everything else about it is unknown."""
     unknown = np.full(len(ranks), np.nan)
@@ -160,7 +86,7 @@ def _process_table(
         for rank in communicator.records:
             if math.isnan(newest[rank]):
                 newest[rank] = _left_behind_at(communicator, rank)
-    seen = np.array([by_rank[rank].taken_at if rank in by_rank else math.nan for rank in ranks])
+    seen = np.array([seen_at.get(rank, math.nan) for rank in ranks])
     return ProcessTable(
         info=[ProcessInfo(f"rank {rank}", "", rank) for rank in ranks],
         liveness=np.full(len(ranks), Liveness.RUNNING, np.int8),
@@ -170,7 +96,7 @@ def _process_table(
     )  # fmt: skip
 
 
-def _left_behind_at(communicator: _DumpedCommunicator, rank: int) -> float:
+def _left_behind_at(communicator: DumpedCommunicator, rank: int) -> float:
     """When another rank first entered a collective that this rank has not entered, so that this rank has made no
     progress since. Used if the rank's dump has counters but no entries. NaN if no rank is ahead."""
     own_entered = communicator.records[rank].entered
@@ -178,165 +104,30 @@ def _left_behind_at(communicator: _DumpedCommunicator, rank: int) -> float:
     return min((when for when in ahead if not math.isnan(when)), default=math.nan)
 
 
-def _communicators(dumps: Sequence[RankDump], world_size: int | None) -> list[_DumpedCommunicator]:
-    """Groups the records of all dumps by communicator. Different communicators may share a name (`split_group`), and
-    the member lists of one communicator may differ, which is a fault."""
-    by_name: dict[str, list[tuple[int, CommunicatorTrace, frozenset[int]]]] = defaultdict(list)
-    parsed: dict[str, frozenset[int]] = {"": frozenset()}
-    for dump in dumps:
-        for group in dump.trace.groups:
-            if group.members not in parsed:
-                parsed[group.members] = frozenset(map(int, re.findall(r"\d+", group.members)))
-            by_name[group.name].append((dump.rank, group, parsed[group.members]))
-    size = max((max(dump.rank + 1, dump.trace.world) for dump in dumps), default=0)
-    found = []
-    for name, records in by_name.items():
-        for ranks, own_records in _cluster_members(records):
-            if all(group.entered <= 0 and not group.waits for _, group, _ in own_records):
-                continue  # never used, as far as the dumps reach back
-            descriptions = [group.description for _, group, _ in own_records if group.description]
-            if not any(listed for _, _, listed in own_records) and (
-                _DEFAULT_GROUP in descriptions or name == _DEFAULT_GROUP
-            ):
-                ranks = set(range(world_size or size))
-            backend = next((group.backend for _, group, _ in own_records if group.backend), "")
-            found.append(
-                _DumpedCommunicator(name, descriptions[0] if descriptions else "", backend, sorted(ranks),
-                              {rank: group for rank, group, _ in own_records})
-            )  # fmt: skip
-    return sorted(found, key=lambda each: (-len(each.ranks), each.name, each.ranks))
-
-
-def _cluster_members(
-    records: Sequence[tuple[int, CommunicatorTrace, frozenset[int]]],
-) -> list[tuple[set[int], list[tuple[int, CommunicatorTrace, frozenset[int]]]]]:
-    """Groups the records of one name by communicator: records with overlapping member lists belong together, and a
-    record without a list belongs to the communicator that lists its rank."""
-    clusters: list[tuple[set[int], list[tuple[int, CommunicatorTrace, frozenset[int]]]]] = []
-    of_list: dict[frozenset[int], int] = {}
-    for each in sorted(records, key=lambda each: not each[2]):
-        rank, _, member_list = each
-        index = of_list.get(member_list) if member_list else None
-        if index is None:
-            overlapping = member_list or {rank}
-            index = next((i for i, (ranks, _) in enumerate(clusters) if ranks & overlapping), None)
-            if index is None and not member_list and len(clusters) == 1:
-                index = 0
-            if index is None:
-                clusters.append((set(), []))
-                index = len(clusters) - 1
-            if member_list:
-                of_list[member_list] = index
-        clusters[index][0].update(member_list or {rank})
-        clusters[index][1].append(each)
-    return clusters
-
-
-def _correct_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, RankDump], gaps: list[str]) -> None:
-    """Corrects the counts of a communicator by what the records of other members prove.
-
-    If one member completed a collective that no member can complete before all have entered, all members have entered
-    it. A dump with lower counts, whose newest entry is older than the next collective on the other ranks, was taken
-    earlier, so the later progress of its rank is unknown.
-    """
-    records = communicator.records
-    certain = max((group.certain for group in records.values()), default=UNKNOWN)
-    if certain > 0:
-        ahead = max(records.values(), key=lambda group: group.certain)
-        for rank, group in records.items():
-            if 0 <= group.entered < certain - 1:
-                next_at = _entry_time(ahead, group.entered + 1)
-                if by_rank[rank].trace.newest < next_at:
-                    gaps.append(f"the dump of rank {rank} is older than the others: on {communicator.name!r} they "
-                                f"finished #{certain} with it, it knows of #{group.entered}")  # fmt: skip
-                    group.entered = group.completed = UNKNOWN
-    newest = max((group.entered for group in records.values()), default=UNKNOWN)
-    for rank in communicator.ranks:
-        known = records.get(rank)
-        if known is not None and not known.sequence and known.entered == UNKNOWN and certain == newest > 0:
-            known.entered = known.completed = certain  # its entries have been overwritten
-    if communicator.backend == "gloo":
-        _correct_gloo_counts(communicator, by_rank)
-
-
-def _correct_gloo_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, RankDump]) -> None:
-    """Corrects the completed counts of gloo, which marks a collective as ended a little after its caller continues, in
-    any order, and also if it failed or timed out. A collective that others completed, and after which this rank
-    continued, is completed. A collective that a member has not entered is not completed."""
-    records = communicator.records
-    reached = sorted(group.completed for group in records.values())[-2:]
-    for group in records.values():
-        others = reached[0] if group.completed == reached[-1] else reached[-1]
-        if len(reached) > 1 and group.completed < min(group.ended, others):
-            group.completed = min(group.ended, others)
-    entered = [records[rank].entered if rank in records else 0 if by_rank[rank].trace.complete else UNKNOWN
-               for rank in communicator.ranks if rank in records or rank in by_rank]  # fmt: skip
-    lowest = min((each for each in entered if each != UNKNOWN), default=UNKNOWN)
-    for group in records.values():
-        if group.completed == group.entered > max(lowest, group.certain):
-            group.completed = group.entered - 1
-
-
-def _entry_time(group: CommunicatorTrace, sequence: int) -> float:
-    """When a rank entered a collective, or the next later one with an entry, in Unix seconds; NaN if there is none."""
-    later = (when for number, when in zip(group.sequence, group.created, strict=True) if number >= sequence)
-    return next(later, math.nan) / 1e9
-
-
-def _membership_table(
-    communicators: Sequence[_DumpedCommunicator], by_rank: Mapping[int, RankDump], index: Mapping[int, int]
-) -> MembershipTable:
-    columns: dict[str, list[float]] = defaultdict(list)
-    starts = [0]
-    for communicator in communicators:
-        for rank in communicator.ranks:
-            group = communicator.records.get(rank)
-            complete = rank in by_rank and by_rank[rank].trace.complete
-            without_record = 0 if complete else UNKNOWN
-            columns["process"].append(index[rank])
-            columns["entered"].append(group.entered if group else without_record)
-            columns["completed"].append(group.completed if group else without_record)
-            columns["entered_at"].append(group.entered_at if group else math.nan)
-            columns["completed_at"].append(group.completed_at if group else math.nan)
-            columns["member_list"].append(crc32(group.members.encode()) if group and group.members else UNKNOWN)
-            columns["uncertain"].append(group.uncertain if group else False)
-        starts.append(len(columns["process"]))
+def _membership_table(groups: Sequence[GroupRows], index: Mapping[int, int]) -> MembershipTable:
+    rows = [row for each in groups for row in each.rows]
+    starts = np.cumsum([0, *(len(each.rows) for each in groups)])
     return MembershipTable(
-        info=_communicator_names(communicators),
-        starts=np.array(starts, np.int64),
-        process=np.array(columns["process"], np.int64),
-        entered=np.array(columns["entered"], np.int64),
-        completed=np.array(columns["completed"], np.int64),
-        entered_at=np.array(columns["entered_at"], np.float64),
-        completed_at=np.array(columns["completed_at"], np.float64),
-        member_list=np.array(columns["member_list"], np.int64),
-        uncertain=np.array(columns["uncertain"], np.bool_),
+        info=[each.info for each in groups],
+        starts=starts.astype(np.int64),
+        process=np.array([index[row.rank] for row in rows], np.int64),
+        entered=np.array([row.entered for row in rows], np.int64),
+        completed=np.array([row.completed for row in rows], np.int64),
+        entered_at=np.array([row.entered_at for row in rows], np.float64),
+        completed_at=np.array([row.completed_at for row in rows], np.float64),
+        member_list=np.array([row.member_list for row in rows], np.int64),
+        uncertain=np.array([row.uncertain for row in rows], np.bool_),
+        started=np.array([row.started for row in rows], np.int64),
     )
 
 
-def _communicator_names(communicators: Sequence[_DumpedCommunicator]) -> list[CommunicatorInfo]:
-    """Unique names for communicators: the user's description if it is unique, because torch's names are numbers and
-    hashes."""
-    descriptions = ["" if each.description == _NO_DESCRIPTION else each.description for each in communicators]
-    names = []
-    for each, description in zip(communicators, descriptions, strict=True):
-        is_unique = descriptions.count(description) == 1 or description == each.name
-        names.append((description if is_unique else f"{description} {each.name}") if description else each.name)
-    duplicates = {name for name in names if names.count(name) > 1}
-    names = [
-        f"{name} {each.ranks[:4]}" if name in duplicates else name
-        for name, each in zip(names, communicators, strict=True)
-    ]
-    return [
-        CommunicatorInfo(name, description, each.backend)
-        for name, description, each in zip(names, descriptions, communicators, strict=True)
-    ]
-
-
 def _call_table(
-    communicators: Sequence[_DumpedCommunicator], by_rank: Mapping[int, RankDump], call_texts: CallTexts
+    communicators: Sequence[DumpedCommunicator],
+    groups: Sequence[GroupRows],
+    by_rank: Mapping[int, RankDump],
+    call_texts: CallTexts,
 ) -> CallTable:
-    """Builds the call table from the informative calls of each member."""
+    """Builds the call table from the informative calls of each member, and the pending sends and receives."""
     memberships, sequences, signatures = [], [], []
     sites: dict[tuple[int, int], str] = {}
     start = 0
@@ -358,29 +149,19 @@ def _call_table(
                 if site := names[column.site[row]]:
                     sites[column.membership, int(column.sequence[row])] = site
         start += len(communicator.ranks)
+    for channel in groups[len(communicators) :]:
+        waiting = [(at, row.entered) for at, row in enumerate(channel.rows, start) if row.waits]
+        memberships.append(np.array([at for at, _ in waiting], np.int64))
+        sequences.append(np.array([number for _, number in waiting], np.int64))
+        signatures.append(np.full(len(waiting), _TRANSFER_SIGNATURE, np.uint64))
+        start += len(channel.rows)
     signature = np.concatenate(signatures or [np.empty(0, np.uint64)])
     used = set(signature.tolist())
     return CallTable(
         membership=np.concatenate(memberships or [np.empty(0, np.int64)]),
         seq=np.concatenate(sequences or [np.empty(0, np.int64)]),
         signature=signature,
-        by_signature={each: CollectiveCall(*call) for each, call in call_texts.items() if each in used},
+        by_signature={each: CollectiveCall(*call) for each, call in call_texts.items() if each in used}
+        | {_TRANSFER_SIGNATURE: _TRANSFER},
         sites=sites,
     )
-
-
-def _wait_edges(communicators: Sequence[_DumpedCommunicator], index: Mapping[int, int]) -> list[WaitEdge]:
-    """Sends and receives that have not ended, as wait edges. Only NCCL records them; their ranks are those within the
-    communicator."""
-    edges = []
-    for communicator in communicators:
-        for rank, group in communicator.records.items():
-            for what, since in group.waits[:1]:
-                match = _PEER.search(what)
-                peer = int(match["from"] or match["to"]) if match else len(communicator.ranks)
-                if peer < len(communicator.ranks) and communicator.ranks[peer] != rank:
-                    on = (index[communicator.ranks[peer]],)
-                    kind, name = what.split(" ")[0], communicator.description or communicator.name
-                    why = f"{'from' if kind == 'recv' else 'to'} rank {communicator.ranks[peer]} on {name}"
-                    edges.append(WaitEdge(index[rank], on, kind=kind, why=why, since=since))
-    return edges

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.watch.dumps.decode import RankTrace
 from lockstep.watch.dumps.dump_parser import MAX_RANKS
+from lockstep.watch.dumps.traces import RankTrace
 
 _HEAD = 4096
 _MAX_DEPTH = 6
@@ -133,6 +133,8 @@ class UnreadableDump:
     why: str
 
 
+DEFAULT_TIMEOUT_S = 1800.0
+"""The longest of torch's default time-outs (gloo's and the store's; NCCL's is 600 s)."""
 _MAX_NAMED = 8
 """The most ranks that a sentence names."""
 
@@ -195,13 +197,15 @@ def _preference(dump: RankDump) -> tuple[float, bool, int, bool, float]:
 
 
 def _newest_run(dumps: list[RankDump], gaps: list[str]) -> list[RankDump]:
-    """Drops dumps whose newest entry is older than the start of the newest run."""
+    """Drops dumps of earlier runs: those written before the newest run began, and those whose newest entry is older
+    than its beginning by more than the time-out. A rank may get stuck before another one begins, but not by more."""
     began = max((dump.trace.began for dump in dumps if not math.isnan(dump.trace.began)), default=math.nan)
     if math.isnan(began):
         return dumps
     kept = []
     for dump in dumps:
-        if dump.trace.newest < began:
+        timeout = dump.trace.timeout_s if dump.trace.timeout_s > 0 else DEFAULT_TIMEOUT_S
+        if dump.trace.newest < began and (dump.taken_at < began or dump.trace.newest + timeout < began):
             ago = began - dump.trace.newest
             gaps.append(f"{dump.file.path.name} (rank {dump.rank}) is of an earlier run: its last entry is {ago:.0f} s "
                         "older than the first of the newest run; left out")  # fmt: skip

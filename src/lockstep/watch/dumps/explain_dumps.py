@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,10 +22,19 @@ import lockstep
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.verdict import Fact, Verdict, VerdictKind, VerdictLevel
-from lockstep.watch.dumps.decode import CallTexts, RankTrace
-from lockstep.watch.dumps.dump_evidence import build_dump_evidence, find_undecided
-from lockstep.watch.dumps.dump_files import DumpFile, UnreadableDump, find_dump_files, ranks_text, select_dumps
+from lockstep.watch.dumps.call_selection import find_undecided
+from lockstep.watch.dumps.decode import CallTexts
+from lockstep.watch.dumps.dump_evidence import build_dump_evidence
+from lockstep.watch.dumps.dump_files import (
+    DumpFile,
+    RankDump,
+    UnreadableDump,
+    find_dump_files,
+    ranks_text,
+    select_dumps,
+)
 from lockstep.watch.dumps.reader_process import ANSWER_HEADER, unpack_trace
+from lockstep.watch.dumps.traces import RankTrace
 
 MEMORY_BYTES = 2 << 30
 """The limit of a reader process's address space. A dump of 20,000 entries needs about 100 MiB."""
@@ -182,6 +191,10 @@ def _stop_reader(reader: _ReaderProcess, exit_s: float = 0.0) -> str:
     return f" (exit code {process.returncode})" + (f": {lines[-1][:300]}" if lines else "")
 
 
+ReadDump = tuple[DumpFile, RankTrace | UnreadableDump]
+ReadInFull = Callable[[Sequence[DumpFile]], Iterable[ReadDump]]
+
+
 class NoDumps(ValueError):
     """The folder contains no readable dump; the message says what was searched for."""
 
@@ -208,17 +221,26 @@ def read_dumps(
     if not files:
         raise NoDumps(_no_dumps_text(folder, ranks))
     calls: CallTexts = {}
-    dumps, gaps = select_dumps(read_traces(files, calls, readers=readers))
+    dumps, gaps = _select_decided(
+        read_traces(files, calls, readers=readers),
+        lambda undecided: read_traces(undecided, calls, full=True, readers=readers),
+    )
+    if not dumps:
+        raise NoDumps(f"none of the {len(files)} dumps in {folder} can be read: " + "; ".join(gaps[:5]))
+    return build_dump_evidence(dumps, gaps, calls, world_size)
+
+
+def _select_decided(read: Iterable[ReadDump], read_full: ReadInFull) -> tuple[list[RankDump], list[str]]:
+    """One dump per rank, decoded in full where older calls may matter, and texts about the files left out."""
+    dumps, gaps = select_dumps(read)
     undecided = [dump.file for dump in find_undecided(dumps)]
     if undecided:
-        full_traces = {file.path: trace for file, trace in read_traces(undecided, calls, full=True, readers=readers)}
+        full_traces = {file.path: trace for file, trace in read_full(undecided)}
         dumps = [
             replace(dump, trace=trace) if isinstance(trace := full_traces.get(dump.file.path), RankTrace) else dump
             for dump in dumps
         ]
-    if not dumps:
-        raise NoDumps(f"none of the {len(files)} dumps in {folder} can be read: " + "; ".join(gaps[:5]))
-    return build_dump_evidence(dumps, gaps, calls, world_size)
+    return dumps, gaps
 
 
 def _no_dumps_text(folder: Path, ranks: str | None) -> str:
@@ -230,6 +252,8 @@ def _no_dumps_text(folder: Path, ranks: str | None) -> str:
     )
 
 
+_MISSING_CONFIDENCE = 0.6
+"""The highest confidence of a verdict about a rank without a dump."""
 _MAX_CULPRITS = 4
 """The most culprits whose newest entry becomes a fact."""
 
@@ -237,7 +261,18 @@ _MAX_CULPRITS = 4
 def explain_dumps(folder: Path, *, ranks: str | None = None, world_size: int | None = None) -> list[Verdict]:
     """Diagnoses the dumps below a folder. Returns at least one verdict; the one that explains the others comes first.
     For arguments and errors see `read_dumps`."""
-    evidence = read_dumps(folder, ranks=ranks, world_size=world_size)
+    return _judge_evidence(read_dumps(folder, ranks=ranks, world_size=world_size))
+
+
+def judge_dumps(
+    read: Iterable[ReadDump], read_full: ReadInFull, calls: CallTexts, world_size: int | None = None
+) -> list[Verdict]:
+    """Diagnoses dumps that are decoded already; `read_full` decodes those again whose older calls matter."""
+    dumps, gaps = _select_decided(read, read_full)
+    return _judge_evidence(build_dump_evidence(dumps, gaps, calls, world_size))
+
+
+def _judge_evidence(evidence: Evidence) -> list[Verdict]:
     found = diagnose(evidence)
     return [_with_dump_facts(verdict, evidence) for verdict in found] or [no_stall_verdict(evidence)]
 
@@ -263,12 +298,16 @@ def no_stall_verdict(evidence: Evidence) -> Verdict:
 
 def _with_dump_facts(verdict: Verdict, evidence: Evidence) -> Verdict:
     """Adds the newest entries of the culprits' dumps and the missing evidence to a verdict."""
+    accused = {culprit.rank for culprit in verdict.culprits} & set(evidence.extra["accused"])
     own = [fact for fact in verdict.evidence if fact.source != "agent"]
     collect = (
-        verdict.collect if verdict.kind is not VerdictKind.UNKNOWN else (*_missing_dumps(evidence), *verdict.collect)
+        (*_missing_dumps(evidence), *verdict.collect)
+        if verdict.kind is VerdictKind.UNKNOWN or accused
+        else verdict.collect
     )
+    confidence = min(verdict.confidence, _MISSING_CONFIDENCE) if accused else verdict.confidence
     facts = (*own, *_last_entries(verdict, evidence), *_gap_facts(evidence))
-    return replace(verdict, evidence=facts, collect=tuple(dict.fromkeys(collect)))
+    return replace(verdict, confidence=confidence, evidence=facts, collect=tuple(dict.fromkeys(collect)))
 
 
 def _missing_dumps(evidence: Evidence) -> tuple[str, ...]:
@@ -289,7 +328,7 @@ def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
     communicator = np.repeat(np.arange(len(names)), np.diff(members.starts))
     for culprit in verdict.culprits[:_MAX_CULPRITS]:
         process = -1 if culprit.rank is None else of_rank.get(culprit.rank, -1)
-        rows = [row for row in np.flatnonzero(members.process == process).tolist() if members.entered[row] > 0]
+        rows = [row for row in np.flatnonzero(members.process == process).tolist() if evidence.extra["issued"][row] > 0]
         if not rows:
             continue
         row = max(rows, key=lambda row: (names[communicator[row]] == communicator_name, members.entered_at[row]))
@@ -299,7 +338,7 @@ def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
 
 def _entry_text(evidence: Evidence, row: int, communicator: str, rank: int) -> str:
     members, calls = evidence.communicators, evidence.calls
-    seq = int(members.entered[row])
+    seq = int(evidence.extra["issued"][row])
     found = np.flatnonzero((calls.membership == row) & (calls.seq == seq))
     call = calls.by_signature.get(int(calls.signature[found[0]])) if len(found) else None
     site = calls.sites.get((row, seq), "")

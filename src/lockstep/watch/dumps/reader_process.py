@@ -15,10 +15,12 @@ import resource
 import struct
 import sys
 from array import array
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from lockstep.watch.dumps.decode import CommunicatorTrace, DumpDecoder, RankTrace
+from lockstep.watch.dumps.decode import DumpDecoder
 from lockstep.watch.dumps.dump_parser import NotADump
+from lockstep.watch.dumps.traces import CommunicatorTrace, PendingEntry, RankTrace
 
 ANSWER_HEADER = struct.Struct("<II")
 TRACE_COLUMNS = (("digests", "Q"), ("sequence", "q"), ("signature", "Q"), ("created", "q"), ("site", "i"))
@@ -53,6 +55,8 @@ def pack_trace(trace: RankTrace) -> tuple[dict[str, Any], bytes]:
     for group in trace.groups:
         fields = {each.name: getattr(group, each.name) for each in dataclasses.fields(group)}
         group_columns = [fields.pop(name) for name, _ in TRACE_COLUMNS]
+        fields["transfers"] = list(map(dataclasses.astuple, group.transfers))
+        fields["pending"] = group.pending and dataclasses.astuple(group.pending)
         content["groups"].append(fields | {"lengths": [len(column) for column in group_columns]})
         columns += group_columns
     return content, b"".join(column.tobytes() for column in columns)
@@ -68,9 +72,15 @@ def unpack_trace(content: dict[str, Any], blob: bytes | memoryview) -> RankTrace
             size = count * column.itemsize
             column.frombytes(view[at : at + size])
             at += size
-        fields["waits"] = [(what, since) for what, since in fields["waits"]]
+        fields["transfers"] = [_unpack_pending(each) for each in fields["transfers"]]
+        fields["pending"] = _unpack_pending(fields["pending"]) if fields["pending"] else None
         groups.append(CommunicatorTrace(**(fields | columns)))
     return RankTrace(**content | {"groups": groups})
+
+
+def _unpack_pending(values: Sequence[Any]) -> PendingEntry:
+    order, since, started, parts = values
+    return PendingEntry(order, since, started, tuple(parts))
 
 
 def send_answer(file: BinaryIO, content: dict[str, Any], blob: bytes) -> None:

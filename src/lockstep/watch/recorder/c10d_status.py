@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lockstep.watch.recorder.communicator import NOT_REPORTED, CommunicatorMember
+from lockstep.watch.recorder.communicator import NOT_REPORTED, CollectiveCounts, CommunicatorMember
 
-CollectiveCounts = dict[str, tuple[int, int]]
-"""The last enqueued and the last completed collective (-1: none), by the flight recorder's communicator number."""
+ACTIVE_CHECK_S = 1.0
+"""Seconds between two dumps of the unfinished operations, while a communicator with messages makes no progress."""
 
 
 class FlightRecorder:
@@ -27,13 +27,25 @@ class FlightRecorder:
         self._names: dict[str, str] = {}
         self._tries: dict[str, tuple[float, int]] = {}
 
-    def status(self) -> CollectiveCounts:
-        """Reads the counts of all communicators that have been used."""
+    def status(self) -> dict[str, CollectiveCounts]:
+        """Reads the counts of all communicators that have been used, by the flight recorder's number of each."""
         found = json.loads(self._dump(includeCollectives=False)).get("pg_status") or {}
+        names = ("last_enqueued_collective", "last_completed_collective", "last_started_collective")
         return {
-            number: (int(each.get("last_enqueued_collective", -1)), int(each.get("last_completed_collective", -1)))
-            for number, each in found.items()
+            number: CollectiveCounts(*(int(each.get(name, -1)) for name in names)) for number, each in found.items()
         }
+
+    def unfinished(self, number: str) -> list[dict[str, Any]]:
+        """The entries of collectives of a communicator that have not completed."""
+        try:
+            dump = json.loads(self._dump(includeCollectives=True, onlyActive=True))
+        except TypeError:  # this torch dumps all entries
+            dump = self.entries()
+        entries = dump.get("entries") or ()
+        return [
+            each for each in entries
+            if str(each["pg_id"]) == number and not each.get("is_p2p") and each.get("state") != "completed"
+        ]  # fmt: skip
 
     def name(self, number: str) -> str | None:
         """c10d's name of the communicator with this number; None until the flight recorder has an entry of it. A failed
@@ -78,6 +90,8 @@ class C10dStatusReader:
         self.flight_recorders: list[FlightRecorder] = flight_recorders(c10d)
         self._by_number: dict[tuple[str, str], CommunicatorMember | None] = {}
         """Members by kind of the flight recorder and its number of the communicator; None for destroyed ones."""
+        self._checked: dict[int, float] = {}
+        """When the unfinished operations of a member were dumped last, by the member's id."""
 
     def update(self, members: Iterable[CommunicatorMember]) -> None:
         """Updates the counts of the members, which are given in the order of their creation."""
@@ -87,12 +101,34 @@ class C10dStatusReader:
                 key = flight.kind, number
                 member = self._by_number[key] if key in self._by_number else self._assign(flight, number, all_members)
                 if member is not None:
-                    member.update_counts(counts)
+                    self._update_member(flight, number, member, counts)
                     counted.add(id(member))
         for member in all_members:
+            member.transfers.poll()
             member.verify()
             if id(member) not in counted and member.sequence() > 0:
-                member.update_counts((member.sequence(), NOT_REPORTED))
+                member.update_counts(CollectiveCounts(member.sequence(), NOT_REPORTED))
+
+    def _update_member(
+        self, flight: FlightRecorder, number: str, member: CommunicatorMember, counts: CollectiveCounts
+    ) -> None:
+        """NCCL's status has the number of the last operation of either sort, and messages are counted separately. So
+        once there are messages, the entries of unfinished collectives say what has completed."""
+        if member.blocks_host or not member.transfers.used:
+            member.update_counts(counts)
+            return
+        entered, now = member.sequence(), time.monotonic()
+        moves = entered != member.polled_counts.entered
+        if not moves and (
+            member.polled_counts.completed == entered or now - self._checked.get(id(member), 0.0) < ACTIVE_CHECK_S
+        ):
+            return
+        self._checked[id(member)] = now
+        unfinished = flight.unfinished(number)
+        scheduled = [int(each["collective_seq_id"]) for each in unfinished if each.get("state") == "scheduled"]
+        completed = min((int(each["collective_seq_id"]) for each in unfinished), default=entered + 1) - 1
+        started = min(scheduled, default=entered + 1) - 1 if member.starts_reported else NOT_REPORTED
+        member.update_counts(CollectiveCounts(entered, completed, started))
 
     def _assign(
         self, flight: FlightRecorder, number: str, members: list[CommunicatorMember]
@@ -100,7 +136,8 @@ class C10dStatusReader:
         """Assigns the number to the newest communicator of that name that has no number yet."""
         name = flight.name(number)
         taken = {id(member) for member in self._by_number.values()}
-        free = [each for each in members if each.name == name and id(each) not in taken]
+        named = [each for each in members if each.name == name and id(each) not in taken]
+        free = [each for each in named if each.blocks_host == (flight.kind == "gloo")]
         if not free:
             return None
         self._by_number[flight.kind, number] = free[-1]

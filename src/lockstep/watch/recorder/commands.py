@@ -28,8 +28,11 @@ VERDICT_WAIT_S = 2.0
 VERDICT_MAX_AGE_S = 60.0
 """Older verdicts do not explain a new error."""
 _BROKEN_CONNECTION = re.compile(
-    r"clos|reset|broken pipe|timed? ?out|abort|connect|nccl|gloo|remote|peer", re.IGNORECASE
+    r"connection (closed|reset|refused|timed out)|broken pipe|timed ?out waiting|application timeout|socket closed|"
+    r"gloo/\S+\.cc:\d+\]|nccl(Remote|System|Internal|UnhandledCuda)Error|communicator was aborted|watchdog caught",
+    re.IGNORECASE,
 )
+"""What backends say when a peer is gone or a communicator was aborted; wrong arguments are described in other words."""
 MAX_LINE_BYTES = 1 << 20
 """The longest command, in bytes."""
 
@@ -126,35 +129,39 @@ class CommandInbox:
                 if command.op == "verdict":
                     self.verdict = command
 
-    def stalled(self, released_only: bool = False) -> CollectiveStalled | None:
-        """The verdict of the last minute as an exception; None if there is none. With `released_only`, also None if
-        Lockstep has not released this rank."""
+    def stalled(self, released_only: bool = False, after: float = 0.0) -> CollectiveStalled | None:
+        """The verdict of the last minute as an exception; None if there is none. If Lockstep has not released this
+        rank, also None with `released_only`, and if the verdict is from before `after` (Unix seconds)."""
         with self._lock:
             self._read_new()
         newest = self.verdict
         if (
             newest is None
             or time.time() - newest.wall > VERDICT_MAX_AGE_S
-            or (released_only and not newest.body.get("freed"))
+            or ((released_only or newest.wall < after) and not newest.body.get("freed"))
         ):
             return None
         return CollectiveStalled(str(newest.body.get("text", "")), newest.body.get("verdict"))
 
-    def translate(self, error: Exception) -> Exception:
+    def translate(self, error: Exception, recovered_at: float = 0.0) -> Exception:
         """If a verdict explains the error of a broken connection, returns it as an exception; else returns the error.
 
         In a watched run, waits up to `VERDICT_WAIT_S` for the verdict, once per error.
+
+        Args:
+            recovered_at: when this process entered the newest collective that it has completed, in Unix seconds. An
+                earlier verdict is about an incident that is over, unless Lockstep has released this rank because of it.
         """
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
             return error
         if hasattr(error, "__lockstep__") or not _BROKEN_CONNECTION.search(str(error)):
             return error
         error.__lockstep__ = True  # type: ignore[attr-defined]  # do not wait again for this error
-        found = self.stalled()
+        found = self.stalled(after=recovered_at)
         until = time.monotonic() + VERDICT_WAIT_S
         while found is None and self.watched and time.monotonic() < until:
             time.sleep(0.02)
-            found = self.stalled()
+            found = self.stalled(after=recovered_at)
         if found is None:
             return error
         found.backend_message = str(error)

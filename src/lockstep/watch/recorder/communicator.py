@@ -4,13 +4,18 @@ c10d's sequence number also counts calls that are no collectives (point-to-point
 subtracts these, so that all members have equal numbers.
 """
 
-from time import monotonic_ns
-from typing import Any
+import os
+from collections.abc import Iterable, Sequence
+from time import monotonic_ns, time
+from typing import Any, NamedTuple
 
 from lockstep.base.errors import CollectiveRefused
 from lockstep.base.folders import run_shm_dir
 from lockstep.watch.beacon.beacon_records import (
     CALLS_PER_RING,
+    ENTERED_WORD,
+    FLAG_ASYNC,
+    FLAG_FAILED,
     FLAG_P2P,
     FLAG_REFUSED,
     FLAG_UNSURE,
@@ -24,6 +29,7 @@ from lockstep.watch.beacon.call_ring import CommunicatorSlot
 from lockstep.watch.beacon.reader import read_calls
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder.collective_order import OrderCheck
+from lockstep.watch.recorder.transfers import Message, Transfer, TransferTracker
 
 
 class SequenceOffsets:
@@ -54,6 +60,28 @@ class SequenceOffsets:
 
 NOT_REPORTED = -2
 """In place of a count: c10d does not report it."""
+HOST_BLOCKING = frozenset({"gloo", "mpi", "fake"})
+"""Backends whose calls return when their data is there. With all others, a call returns when it is issued."""
+
+
+def host_blocking_devices(backends: str) -> frozenset[str] | None:
+    """The types of devices for whose tensors a call blocks the host, given c10d's backends of a communicator
+    (`cpu:gloo,cuda:nccl`, or one name for all devices); None for all devices."""
+    pairs = [each.rpartition(":") for each in backends.lower().split(",")]
+    if all(backend in HOST_BLOCKING for _, _, backend in pairs):
+        return None
+    return frozenset(device for device, _, backend in pairs if device and backend in HOST_BLOCKING)
+
+
+class CollectiveCounts(NamedTuple):
+    """c10d's numbers of the last collectives of a communicator. -1 means that there is none yet, `NOT_REPORTED` that
+    c10d does not report the number."""
+
+    entered: int
+    completed: int
+    started: int = NOT_REPORTED
+
+
 CallKey = tuple[int, int, int]
 """A call's signature, the texts word of its record, and the digest of its call site."""
 SEQUENCE_CHECK_INTERVAL = 8
@@ -74,9 +102,9 @@ class CommunicatorMember:
     """
 
     __slots__ = (
-        "counted", "group", "issued", "keepalive_rounds", "label", "lead", "name", "next_query", "offsets",
-        "order_check", "polled_counts", "polled_issued", "queried", "rank", "ranks", "run", "sequence", "slot",
-        "steady", "sure", "written_counts",
+        "blocking_devices", "counted", "group", "issued", "keepalive_rounds", "label", "lead", "name", "next_query",
+        "offsets", "order_check", "polled_counts", "polled_issued", "queried", "rank", "ranks", "run", "sequence",
+        "slot", "starts_reported", "steady", "sure", "transfers", "written_counts",
     )  # fmt: skip
 
     def __init__(self, group: Any, slot: CommunicatorSlot, name: str, label: str, ranks: list[int], rank: int) -> None:
@@ -89,10 +117,15 @@ class CommunicatorMember:
         """The issued call of the last query, the issued call that needs the next query, and the newest call whose
         number is certain."""
         self.offsets = SequenceOffsets()
-        self.polled_counts = (-1, -1)
+        self.polled_counts = CollectiveCounts(-1, -1)
         """c10d's counts at the last poll."""
-        self.written_counts = (-1, -1, 0, 0)
+        self.written_counts = (-1, -1, 0, 0, -1)
         """The counts and times in the beacon."""
+        self.blocking_devices = host_blocking_devices(slot.backend)
+        """See `host_blocking_devices`."""
+        self.starts_reported = not self.blocks_host and os.environ.get("TORCH_NCCL_ENABLE_TIMING") == "1"
+        """Whether c10d reports which collective the device has started."""
+        self.transfers = TransferTracker(slot, ranks, self.global_rank, self.blocks_host)
         self.counted = False
         self.keepalive_rounds = 0
         self.sequence = group._get_sequence_number_for_group
@@ -100,6 +133,19 @@ class CommunicatorMember:
             self.sequence()
         except (RuntimeError, NotImplementedError):
             self.sequence = lambda: self.issued
+
+    @property
+    def blocks_host(self) -> bool:
+        """Whether every call returns only when its data is there."""
+        return self.blocking_devices is None
+
+    def has_returned(self, tensor: Any) -> bool:
+        """Whether a call with this tensor (or list of tensors, or None) has completed when it has returned."""
+        if self.blocking_devices is None:
+            return True
+        tensor = tensor[0] if isinstance(tensor, list | tuple) and tensor else tensor
+        device = getattr(tensor, "device", None)
+        return device is not None and device.type in self.blocking_devices
 
     @property
     def global_rank(self) -> int:
@@ -141,6 +187,8 @@ class CommunicatorMember:
             slot.words[slot.call_at(number) + WHERE_WORD] |= FLAG_UNSURE
         self.lead, self.next_query = lead, 0
         self.steady = NEVER_STEADY if self.queried else 0
+        if self.queried and self.transfers.used:  # the numbers may be those of messages
+            slot.mark_blind()
 
     def resynchronize(self) -> None:
         """Queries c10d, after a call that c10d may have counted several times or not at all."""
@@ -177,13 +225,17 @@ class CommunicatorMember:
             self.issued -= 1
             raise refusal
 
-    def enter_p2p(self, key: CallKey, peer: int | None) -> int:
-        """Records that a point-to-point call begins."""
-        self.slot.mark_blind()
-        return self.slot.enter(
+    def enter_p2p(self, key: CallKey, messages: Sequence[Message]) -> tuple[int, Transfer]:
+        """Records that a point-to-point call begins. Returns the position for `CommunicatorSlot.leave`, and the
+        messages for `TransferTracker.returned`."""
+        if self.steady < 0:
+            self.slot.mark_blind()
+        peer = messages[0].peer if len(messages) == 1 else None
+        left = self.slot.enter(
             max(0, self.sequence() - self.offsets.total), self.issued, key[0], key[1], self.slot.rings.pack_stage(),
             FLAG_P2P, NO_PEER if peer is None else peer,
         )  # fmt: skip
+        return left, self.transfers.issue(messages, key[1] >> 32)
 
     # --- refusals, which are rare and may therefore read the peers' beacons
 
@@ -210,28 +262,30 @@ class CommunicatorMember:
 
     # --- c10d's counts, from the recorder's thread
 
-    def update_counts(self, counts: tuple[int, int]) -> None:
-        """Records c10d's counts (entered, completed) if they have changed. -1 means that there is no collective yet,
-        `NOT_REPORTED` that c10d does not report the count."""
+    def update_counts(self, counts: CollectiveCounts) -> None:
+        """Records c10d's counts if they have changed."""
         if not self.counted:
             self.counted = True
             self.slot.mark_counted()
         if counts == self.polled_counts:
             return
         now, old = monotonic_ns(), self.written_counts
-        entered = self.offsets.to_collective(counts[0]) if counts[0] >= 0 else 0
-        completed = (
-            self.offsets.to_collective(counts[1]) if counts[1] >= 0 else (-1 if counts[1] == NOT_REPORTED else 0)
-        )
+        entered, completed, started = (self._to_collective(each) for each in counts)
+        self.starts_reported |= started > 0 and started >= completed
+        started = max(started, completed) if self.starts_reported else -1
         self.polled_counts = counts
         self.written_counts = (
-            entered, completed, now if entered != old[0] else old[2], now if completed != old[1] else old[3],
+            entered, completed, now if entered != old[0] else old[2], now if completed != old[1] else old[3], started,
         )  # fmt: skip
         self.slot.write_counts(*self.written_counts)
+
+    def _to_collective(self, count: int) -> int:
+        return self.offsets.to_collective(count) if count >= 0 else -1 if count == NOT_REPORTED else 0
 
     def close(self) -> None:
         """Releases the destroyed communicator, so that its threads and sockets can end."""
         self.slot.close()
+        self.transfers.close()
         self.group, self.sequence = None, lambda: self.issued
         if self.order_check is not None:
             order_check, self.order_check = self.order_check, None
@@ -244,3 +298,16 @@ def _call_text(call: CallRecord | None) -> str:
     root = "" if call.root is None else f" root {call.root}"
     what = " ".join(word for word in (call.operation, call.shapes, call.dtype) if word)
     return f"{what}{root} at {call.where}" if call.where else f"{what}{root}"
+
+
+def recovered_at(members: Iterable[CommunicatorMember]) -> float:
+    """When this process entered the newest call that has returned with its data, in Unix seconds; 0.0 if there is none
+    among the newest two of each communicator (the newest may be the one that failed)."""
+    newest = 0
+    for slot in (each.slot for each in members):
+        for number in range(max(1, slot.calls - 1), slot.calls + 1):
+            at = slot.call_at(number)
+            flags = slot.words[at + WHERE_WORD] & (FLAG_ASYNC | FLAG_FAILED | FLAG_REFUSED)
+            if slot.words[at + LEFT_WORD] and not flags:
+                newest = max(newest, slot.words[at + ENTERED_WORD])
+    return time() - (monotonic_ns() - newest) / 1e9 if newest else 0.0

@@ -5,7 +5,6 @@ Torch has renamed several functions and kept the old names. The tables contain a
 are read from the signatures of the installed version.
 """
 
-import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from lockstep.watch.beacon.beacon_records import SEPARATOR
+from lockstep.watch.beacon.beacon_records import SEPARATOR, digest64
 from lockstep.watch.beacon.call_ring import CallRings
 
 
@@ -149,11 +148,6 @@ def describe_call(operation: Operation, tensors: Any, root: int | None, module: 
     root_text = "" if root is None else str(root)
     signature = digest64(SEPARATOR.join([operation.name, dtype, root_text, shapes]))
     return signature, SEPARATOR.join([operation.name, dtype, root_text, module, shapes])
-
-
-def digest64(text: str) -> int:
-    """A 64-bit digest of a text, never 0."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 MAX_DEPTH = 80

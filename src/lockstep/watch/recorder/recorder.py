@@ -20,20 +20,23 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.folders import write_atomically
+from lockstep.watch.beacon.beacon_records import digest64
 from lockstep.watch.beacon.call_ring import CallRings
 from lockstep.watch.beacon.writer import Beacon, current_beacon
 from lockstep.watch.recorder import abort, commands, import_hook
 from lockstep.watch.recorder.c10d_status import C10dStatusReader
 from lockstep.watch.recorder.collective_order import OrderCheck
-from lockstep.watch.recorder.communicator import CommunicatorMember
-from lockstep.watch.recorder.operations import CallSites, digest64
+from lockstep.watch.recorder.communicator import CommunicatorMember, host_blocking_devices, recovered_at
+from lockstep.watch.recorder.operations import CallSites
 from lockstep.watch.recorder.rendezvous_wait import group_init_wait
+from lockstep.watch.recorder.torch_fit import check_torch, create_arguments
 from lockstep.watch.recorder.wrappers import (
     C10D_MODULE,
     FUNCTIONAL_MODULE,
     CollectiveWrappers,
     contain_errors,
     in_recorded_call,
+    recorded_wait,
 )
 
 log = logging.getLogger(__name__)
@@ -76,6 +79,7 @@ class Recorder:
     def attach(self, torch: Any) -> None:
         """Patches torch.distributed."""
         self._c10d = sys.modules[C10D_MODULE]
+        self.missing += check_torch(self._c10d)
         self.sites = CallSites(self.rings, torch.__file__)
         self._c10d_status = C10dStatusReader(torch._C._distributed_c10d)
         self._wrappers = CollectiveWrappers(self, torch)
@@ -119,11 +123,11 @@ class Recorder:
         @functools.wraps(create)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             threads_before = _own_threads()
-            ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group", ())
-            name = str(args[5] if len(args) > 5 else kwargs.get("group_name", ""))
+            ranks: Sequence[int] = ()
             shown_wait: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
             with contain_errors(self):
-                shown_wait = group_init_wait(self._own, c10d.GroupMember.WORLD, ranks, name, kwargs.get("group_desc"))
+                ranks, name, description = create_arguments(create, args, kwargs).values()
+                shown_wait = group_init_wait(self._own, c10d.GroupMember.WORLD, ranks, str(name), description)
             with shown_wait:
                 result = create(*args, **kwargs)
             with contain_errors(self):
@@ -152,7 +156,8 @@ class Recorder:
         @functools.wraps(original)
         def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return original(handle, *args, **kwargs) if args or kwargs else original(handle)
+                with recorded_wait(handle):
+                    return original(handle, *args, **kwargs) if args or kwargs else original(handle)
             except Exception as error:
                 if in_recorded_call():
                     raise
@@ -223,10 +228,10 @@ class Recorder:
             self._worlds += not self._members
             ranks = [int(rank) for rank in ranks or world.pg_group_ranks.get(group) or range(group.size())]
             description = str(getattr(group, "group_desc", "") or "")
+            backend = str(world.pg_backend_config.get(group) or world.pg_map[group][0])
             slot = self.rings.open_slot(
-                self._identity(group, name), digest64(str(sorted(ranks))), name, description,
-                str(world.pg_backend_config.get(group) or world.pg_map[group][0]), group.size(), group.rank(),
-                loop_thread,
+                self._identity(group, name), digest64(str(sorted(ranks))), name, description, backend, group.size(),
+                group.rank(), loop_thread, on_device=host_blocking_devices(backend) is not None,
             )  # fmt: skip
             if slot is None:
                 if not self._unrecorded:
@@ -328,7 +333,7 @@ class Recorder:
     def translate(self, error: Exception) -> Exception:
         """The verdict that explains the error of a broken connection, as an exception; else the error itself."""
         try:
-            return self.inbox.translate(error)
+            return self.inbox.translate(error, recovered_at(list(self._members.values())))
         except (OSError, ValueError) as failure:
             self.record_failure(failure)
             return error

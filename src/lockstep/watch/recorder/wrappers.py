@@ -28,6 +28,8 @@ from lockstep.watch.recorder.operations import (
     get_argument,
     get_rank_argument,
 )
+from lockstep.watch.recorder.torch_fit import missing_parameters
+from lockstep.watch.recorder.transfers import Message, transfer_of, waited_handles
 
 _MAX_CACHED = 4096
 C10D_MODULE = "torch.distributed.distributed_c10d"
@@ -56,6 +58,22 @@ def in_recorded_call() -> bool:
     return get_ident() in _recording_threads
 
 
+@contextlib.contextmanager
+def recorded_wait(handle: Any) -> Iterator[None]:
+    """Around a `wait()`: records that the process waits for a message."""
+    if in_recorded_call():
+        waited_handles[get_ident()] = handle
+    found = transfer_of(handle)
+    if found is not None:
+        found[1].inside(1)
+    try:
+        yield
+    finally:
+        if found is not None:
+            found[1].inside(-1)
+            found[0].poll()
+
+
 class CollectiveWrappers:
     """Wraps functions and restores the originals."""
 
@@ -77,7 +95,9 @@ class CollectiveWrappers:
         """Wraps the functions of torch.distributed or of its functional collectives."""
         for name, operation in (FUNCTIONAL_OPERATIONS if module.__name__ == FUNCTIONAL_MODULE else OPERATIONS).items():
             original = module.__dict__.get(name)
-            if inspect.isfunction(original) and not hasattr(original, "__lockstep__"):
+            if not inspect.isfunction(original) or missing_parameters(original, operation):
+                continue
+            if not hasattr(original, "__lockstep__"):
                 self.replace(module, name, original, self.wrapper_of(original, operation))
 
     def replace(self, module: ModuleType, name: str, original: Any, wrapper: Any) -> None:
@@ -155,6 +175,7 @@ class CollectiveWrappers:
             if inside and get_ident() in inside:
                 return original(*args, **kwargs)
             at, member = -1, None
+            tensor: Any = None
             try:
                 group = args[group_at] if len(args) > group_at else kwargs.get(group_name)
                 try:
@@ -163,7 +184,7 @@ class CollectiveWrappers:
                     member = owner.member(group)
                 if member is not None:
                     root = get_rank_argument(roots, args, kwargs, member.ranks) or 0 if roots else None
-                    tensor: Any = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
+                    tensor = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
                     frame = getframe(1)
                     try:
                         cache_key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
@@ -209,7 +230,7 @@ class CollectiveWrappers:
                 if nests:
                     inside.discard(get_ident())
             try:
-                if result is None:
+                if result is None and (member.blocking_devices is None or member.has_returned(tensor)):
                     words[at] = monotonic_ns()
                 else:
                     member.slot.leave(at, FLAG_ASYNC)
@@ -282,14 +303,14 @@ def _recorded(
     kwargs: dict[str, Any],
     frame: FrameType,
 ) -> Iterator[Callable[[Any], None]]:
-    member, at, before = None, -1, 0
+    member, at, before, transfer, handles = None, -1, 0, None, []
     try:
         member = owner.member(_group_of(operation, positions, args, kwargs))
         if member is not None:
             before = member.sequence()
             key = look_up(operation, get_argument(positions.tensor, args, kwargs), None, frame, {}, None)
             if operation.p2p:
-                at = member.enter_p2p(key, get_rank_argument(positions.peer, args, kwargs, member.ranks))
+                at, transfer = member.enter_p2p(key, _messages(operation, positions, args, kwargs, member))
             else:
                 at = member.enter(key)
     except CollectiveRefused:
@@ -299,9 +320,14 @@ def _recorded(
     flag = 0
 
     def leave(result: Any) -> None:
-        nonlocal flag
-        flag = FLAG_ASYNC if result is not None and not isinstance(result, int) else 0
+        nonlocal flag, handles
+        returned = result if isinstance(result, list) else [result]
+        handles = [each for each in returned if each is not None and not isinstance(each, int)]
+        if handles or not (member is None or member.blocks_host):
+            flag = FLAG_ASYNC
+            handles = handles or [each for each in (waited_handles.get(get_ident()),) if each is not None]
 
+    waited_handles.pop(get_ident(), None)
     _recording_threads.add(get_ident())
     try:
         yield leave
@@ -313,10 +339,13 @@ def _recorded(
         raise
     finally:
         _recording_threads.discard(get_ident())
+        waited_handles.pop(get_ident(), None)
         try:
             if member is not None:
                 after = member.sequence()
                 member.offsets.skip(after, after - before - (0 if operation.p2p else 1))
+                if transfer is not None:
+                    member.transfers.returned(transfer, handles)
                 if at >= 0:
                     member.slot.leave(at, flag)
         except Exception as error:  # noqa: BLE001
@@ -328,6 +357,28 @@ def _group_of(operation: Operation, positions: ArgumentPositions, args: tuple[An
         batch = args[0] if args else kwargs["p2p_op_list"]
         return batch[0].group
     return get_argument(positions.group, args, kwargs)
+
+
+def _messages(
+    operation: Operation,
+    positions: ArgumentPositions,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    member: CommunicatorMember,
+) -> list[Message]:
+    """The sends and receives of a point-to-point call."""
+    if operation.name != "batch_isend_irecv":
+        return [Message("send" in operation.name, get_rank_argument(positions.peer, args, kwargs, member.ranks))]
+    batch = args[0] if args else kwargs["p2p_op_list"]
+    return [Message("send" in each.op.__name__, _peer_in(member, each)) for each in batch]
+
+
+def _peer_in(member: CommunicatorMember, message: Any) -> int | None:
+    """The peer of one of torch's P2POp as a rank in the communicator."""
+    peer = getattr(message, "group_peer", None)
+    if peer is None and message.peer in member.ranks:
+        peer = member.ranks.index(message.peer)
+    return peer
 
 
 def _raise_translated(owner: WrapperOwner, member: CommunicatorMember, left: int, error: Exception) -> None:

@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.watch.agent.report_messages import CALL_RECORD, Roster, StateReport, WaitReport, pack_member, pack_process
+from lockstep.watch.agent.report_messages import (
+    BLIND,
+    CALL_RECORD,
+    ON_DEVICE,
+    Roster,
+    StateReport,
+    WaitReport,
+    pack_member,
+    pack_process,
+)
 from lockstep.watch.diagnosis.evidence import (
     CallTable,
     Evidence,
@@ -30,8 +39,9 @@ _PROCESS_DTYPE = np.dtype(
     [("liveness", "i1"), ("code", "<i4"), ("ended", "<f4"), ("moved", "<f4"), ("active", "<f4"), ("same", "<f4")]
 )
 _MEMBER_DTYPE = np.dtype(
-    [("entered", "<i8"), ("completed", "<i8"), ("in", "<f4"), ("out", "<f4"), ("blocked", "i1"), ("blind", "u1")]
-)
+    [("entered", "<i8"), ("completed", "<i8"), ("started", "<i8"), ("in", "<f4"), ("out", "<f4"), ("pending", "<f4"),
+     ("blocked", "i1"), ("flags", "u1")]
+)  # fmt: skip
 _CALL_DTYPE = np.dtype([("member", "<u4"), ("seq", "<i8"), ("signature", "<u8")])
 
 
@@ -66,8 +76,10 @@ class JobLayout:
     made_with: IntArray
     """`[memberships]`: identifies the member list (see `MembershipTable.member_list`)."""
     record: IntArray
-    """`[memberships]`: the index in the concatenated member records of all hosts; one past the last record if no host
-    reports the membership."""
+    """`[memberships]`: the index in the concatenated member records of all hosts. If no host reports the membership:
+    one past the last record, or two if the process has certainly made no call (see `_fill_pair`)."""
+    record_in_communicator: IntArray
+    """`[memberships]`: for messages, the record of the same process in their communicator; else equal to `record`."""
     membership: IntArray
     """The inverse of `record`; -1 for a record that was replaced by another host's."""
     by_name: Mapping[str, int]
@@ -82,6 +94,7 @@ class _CommunicatorGroup:
     role: str
     size: int = 0
     ranks: tuple[int, ...] | None = None
+    of: str = ""
     members: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """(process, record, made with) by rank in the communicator."""
 
@@ -103,12 +116,16 @@ def build_layout(rosters: Sequence[Roster], expected: Sequence[ProcessInfo] = ()
         if (each.role, each.rank) not in index_of:
             index_of[each.role, each.rank] = len(processes)
             processes.append(each)
-    for name in sorted(groups):
-        _fill_members(groups[name], name, processes, index_of, records)
+    for name in sorted(groups, key=lambda each: (bool(groups[each].of), each)):
+        if groups[name].of:
+            _fill_pair(groups[name], groups.get(groups[name].of), records)
+        else:
+            _fill_members(groups[name], name, processes, index_of, records)
+    groups = {name: group for name, group in groups.items() if len(group.members) == group.size or not group.of}
     in_order = [groups[name] for name in sorted(groups)]
     rows = np.array([group.members[rank] for group in in_order for rank in sorted(group.members)], dtype=np.int64)
     rows = rows.reshape(-1, 3)
-    membership = np.full(records + 1, -1, dtype=np.int64)
+    membership = np.full(records + 2, -1, dtype=np.int64)
     membership[rows[:, 1]] = np.arange(len(rows))
     by_role: dict[str, list[int]] = {}
     for index, each in enumerate(processes):
@@ -123,6 +140,7 @@ def build_layout(rosters: Sequence[Roster], expected: Sequence[ProcessInfo] = ()
         process=np.ascontiguousarray(rows[:, 0]),
         made_with=np.ascontiguousarray(rows[:, 2]),
         record=np.ascontiguousarray(rows[:, 1]),
+        record_in_communicator=np.array(_records_in_communicator(groups), dtype=np.int64),
         membership=membership,
         by_name={each.name: index for index, each in enumerate(processes)},
         by_role={role: tuple(indices) for role, indices in by_role.items()},
@@ -134,7 +152,7 @@ def _merge_roster(roster: Roster, first: int, records: int, groups: dict[str, _C
     for named in roster.communicators:
         group = groups.setdefault(named.key, _CommunicatorGroup(named.about, ""))
         group.size = max(group.size, named.size)
-        group.ranks = group.ranks or named.ranks
+        group.ranks, group.of = group.ranks or named.ranks, named.of
         own.append(group)
     for number, member in enumerate(roster.members):
         group = own[member.communicator]
@@ -164,6 +182,27 @@ def _fill_members(
             name = f"{group.role}-{place[1]}" if known else f"member {rank} of {group.about.name!r}"
             processes.append(ProcessInfo(name, group.role, place[1] if known else -1))
         group.members[rank] = (seen[place], unreported, UNKNOWN)
+
+
+def _records_in_communicator(groups: Mapping[str, _CommunicatorGroup]) -> list[int]:
+    found = []
+    for name in sorted(groups):
+        group = groups[name]
+        of = groups.get(group.of)
+        for rank in sorted(group.members):
+            known = None if of is None or group.ranks is None else of.members.get(group.ranks[rank])
+            found.append((known or group.members[rank])[1])
+    return found
+
+
+def _fill_pair(group: _CommunicatorGroup, of: _CommunicatorGroup | None, unreported: int) -> None:
+    """Adds the peer of a process that has sent to or received from it, if the peer has made no call for these messages.
+    `of` is the communicator of both. If the peer reports that, it has certainly made none."""
+    for rank, rank_in_communicator in enumerate(group.ranks or ()):
+        known = None if of is None else of.members.get(rank_in_communicator)
+        if rank not in group.members and known is not None:
+            process, record, _ = known
+            group.members[rank] = (process, unreported if record >= unreported else unreported + 1, UNKNOWN)
 
 
 def build_evidence(
@@ -247,9 +286,11 @@ def _build_communicators(layout: JobLayout, hosts: Sequence[HostState]) -> Membe
     counts = [len(each.roster.members) for each in hosts]
     blank = pack_member()
     parts = [each.state.members if each.state else blank * count for each, count in zip(hosts, counts, strict=True)]
-    parts.append(blank)
-    table = np.frombuffer(b"".join(parts), dtype=_MEMBER_DTYPE).take(layout.record)  # ten times faster than indexing
-    at = _report_times(hosts, counts, 1).take(layout.record)
+    parts += [blank, pack_member(0, 0)]
+    records = np.frombuffer(b"".join(parts), dtype=_MEMBER_DTYPE)
+    table = records.take(layout.record)  # ten times faster than indexing
+    flags = table["flags"] | records["flags"].take(layout.record_in_communicator)
+    at = _report_times(hosts, counts, 2).take(layout.record)
     return MembershipTable(
         info=layout.communicators,
         starts=layout.starts,
@@ -259,8 +300,11 @@ def _build_communicators(layout: JobLayout, hosts: Sequence[HostState]) -> Membe
         entered_at=at - table["in"],
         completed_at=at - table["out"],
         member_list=layout.made_with,
-        uncertain=table["blind"].astype(np.bool_),
+        uncertain=(flags & BLIND).astype(np.bool_),
         blocked=table["blocked"].astype(np.int8),
+        started=table["started"].astype(np.int64),
+        pending_at=at - table["pending"],
+        on_device=(flags & ON_DEVICE).astype(np.bool_),
     )
 
 

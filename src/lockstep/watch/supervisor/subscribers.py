@@ -1,17 +1,24 @@
 """The supervisor's subscribers: their connections, their requests, and the frames sent to them.
 
-The supervisor never waits for a subscriber: it queues what a connection cannot send at once, and drops a connection
-that fails. A late subscriber also gets earlier frames."""
+`verdict_frame` builds the frames about verdicts. The supervisor never waits for a subscriber: it queues what a
+connection cannot send at once, and drops a connection that fails. A late subscriber also gets earlier frames.
+"""
 
 import json
 import logging
+import os
 import selectors
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from lockstep.base.secrets import redact, secret_values
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection, WireError
+from lockstep.watch.supervisor import incident
+from lockstep.watch.supervisor.verdict_tracker import VerdictUpdate
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +27,32 @@ REMEMBERED_FRAMES = 512
 
 RequestHandler = Callable[[Connection, dict[str, Any]], dict[str, Any]]
 """Answers a request; raises ValueError, KeyError or TypeError if the request is invalid."""
+
+
+def verdict_frame(
+    update: VerdictUpdate, path: Path | None, done: str = "", known: Collection[str] = ()
+) -> dict[str, Any]:
+    """The frame that subscribers get about a verdict, with secrets hidden, because a verdict quotes errors and logs.
+
+    Args:
+        path: The incident's folder, if there is one.
+        done: What Lockstep did about the stall.
+        known: Secrets in addition to those in this process's environment.
+    """
+    frame = {
+        "number": update.number,
+        "change": str(update.change),
+        "level": str(update.verdict.level),
+        "verdict": update.verdict.json(),
+        "since_s": update.at - update.since,
+        "wall": time.time(),
+        "incident": None if path is None else str(path),
+        "headline": incident.verdict_headline(update.verdict),
+        "who": [incident.culprit_name(each) for each in update.verdict.culprits],
+        "done": done,
+    }
+    hidden: dict[str, Any] = redact(frame, (*known, *secret_values(os.environ)))
+    return hidden
 
 
 class Subscribers:

@@ -8,7 +8,7 @@ Messages are JSON frames:
     {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; event frames after number `after` follow
     {"id", "op": "agents", "agents": [address, ...]} -> {}     sets the agents
     {"id", "op": "join", "agent": address} -> {}     adds an agent
-    {"id", "op": "leave"} -> {}     ends the supervisor
+    {"id", "op": "leave", "failed"} -> {}     ends the supervisor; if the job has failed, after a last diagnosis
     <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
 
 `number` is the same for all events of one stall; `change` is `told` (new), `updated` or `withdrawn`; `verdict` is the
@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lockstep.base.limits import raise_descriptor_limit
-from lockstep.base.secrets import redact, secret_values
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection
 from lockstep.base.transport.run_token import take_token
@@ -46,7 +45,7 @@ from lockstep.watch.supervisor import incident
 from lockstep.watch.supervisor.agent_connections import AgentConnection
 from lockstep.watch.supervisor.incident import IncidentCollection
 from lockstep.watch.supervisor.message_store import MessageStore
-from lockstep.watch.supervisor.subscribers import Subscribers, unregister
+from lockstep.watch.supervisor.subscribers import Subscribers, unregister, verdict_frame
 from lockstep.watch.supervisor.supervisor_client import SupervisorSettings
 from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictTracker, VerdictUpdate
 
@@ -57,34 +56,10 @@ IDLE_DIAGNOSIS_S = 4.0
 """Seconds between diagnoses while all agents report progress everywhere, so that only slow processes can be found."""
 DIAGNOSIS_PACE_S = 0.05
 """The least seconds between diagnoses, per host."""
+LAST_REPORT_S = 2.0
+"""How long the end of a job waits for the agents' last reports."""
 HOST_LINGER_S = 5.0
 """After the controller has ended, an agent that cannot be reached for this long counts as ended, too."""
-
-
-def verdict_frame(
-    update: VerdictUpdate, path: Path | None, done: str = "", known: Collection[str] = ()
-) -> dict[str, Any]:
-    """The frame that subscribers get about a verdict, with secrets hidden, because a verdict quotes errors and logs.
-
-    Args:
-        path: The incident's folder, if there is one.
-        done: What Lockstep did about the stall.
-        known: Secrets in addition to those in this process's environment.
-    """
-    frame = {
-        "number": update.number,
-        "change": str(update.change),
-        "level": str(update.verdict.level),
-        "verdict": update.verdict.json(),
-        "since_s": update.at - update.since,
-        "wall": time.time(),
-        "incident": None if path is None else str(path),
-        "headline": incident.verdict_headline(update.verdict),
-        "who": [incident.culprit_name(each) for each in update.verdict.culprits],
-        "done": done,
-    }
-    hidden: dict[str, Any] = redact(frame, (*known, *secret_values(os.environ)))
-    return hidden
 
 
 class Supervisor:
@@ -122,6 +97,8 @@ class Supervisor:
         self._controller = (pid, None if pid is None else processes.start_ticks(pid))
         self._subscribed = False
         self._ending = False
+        self._last_reports: tuple[set[AgentConnection], float] | None = None
+        """Once the job has ended: the agents whose last reports are missing, and until when they are waited for."""
         self._clock_at = 0.0
         self._ticked_at = self._next_tick = self._diagnosed_at = 0.0
         self._path = settings.folder / "supervisor.json"
@@ -153,6 +130,7 @@ class Supervisor:
                     self._tick()
                     beacon.beat()
                 self._finish_collections()
+                self._conclude()
         finally:
             self._clean_up()
 
@@ -173,6 +151,9 @@ class Supervisor:
         no_stall = all(now < link.no_stall_until for link in self._connections.values()) and not self._tracker.standing
         if no_stall and now - self._diagnosed_at < IDLE_DIAGNOSIS_S:
             return
+        self._diagnose(now)
+
+    def _diagnose(self, now: float) -> None:
         self._diagnosed_at = now
         evidence = self._messages.evidence(now)
         verdicts = diagnose(drop_uninformative(evidence), self.settings.patience)
@@ -282,17 +263,21 @@ class Supervisor:
                 continue
             link.attach(connection)
             self._selector.register(connection, selectors.EVENT_READ, lambda link=link: self._read_messages(link))
+            self._observe(link)
 
-            def on_observed(reply: dict[str, Any] | None, link: AgentConnection = link) -> None:
-                if reply is not None:
-                    link.host = str(reply["host"])
+    def _observe(self, link: AgentConnection) -> None:
+        """Asks an agent for a report now, and for further ones."""
 
-            every_s, notice_s = self.settings.every_s, self.settings.patience.notice_s
-            # A report grows old until the next sample. This must not look like a lack of progress.
-            link.request(
-                "observe", on_observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
-                suspect_after_s=max(0.2, notice_s / 2),
-            )  # fmt: skip
+        def on_observed(reply: dict[str, Any] | None) -> None:
+            if reply is not None:
+                link.host = str(reply["host"])
+
+        every_s, notice_s = self.settings.every_s, self.settings.patience.notice_s
+        # A report grows old until the next sample. This must not look like a lack of progress.
+        link.request(
+            "observe", on_observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
+            suspect_after_s=max(0.2, notice_s / 2),
+        )  # fmt: skip
 
     def _read_messages(self, link: AgentConnection) -> None:
         connection = link.connection
@@ -314,6 +299,8 @@ class Supervisor:
             return
         if message["m"] == "state":
             link.no_stall_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
+            if self._last_reports is not None:
+                self._last_reports[0].discard(link)
         # Diagnose soon after a change; with many hosts, wait for further changes.
         self._next_tick = min(
             self._next_tick, self._ticked_at + min(self.settings.every_s, DIAGNOSIS_PACE_S * len(self._connections))
@@ -337,8 +324,26 @@ class Supervisor:
         return {}
 
     def _leave(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
-        self._ending = True
+        """Ends the supervisor; with `failed`, after a diagnosis of what all agents report at the end of the job."""
+        if not message.get("failed"):
+            self._ending = True
+        elif self._last_reports is None:
+            links = {link for link in self._connections.values() if link.connection is not None}
+            self._last_reports = links, time.monotonic() + LAST_REPORT_S
+            for link in links:
+                self._observe(link)
         return {}
+
+    def _conclude(self) -> None:
+        """Makes the last diagnosis once the agents have reported, and ends when its incident is written."""
+        if self._last_reports is None or self._collections:
+            return
+        missing, until = self._last_reports
+        now = time.monotonic()
+        if missing and now < until:
+            return
+        self._diagnose(now)
+        self._ending = not self._collections
 
     # --- end
 

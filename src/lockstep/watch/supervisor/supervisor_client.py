@@ -185,6 +185,8 @@ class SupervisorClient:
         self._connection: Connection | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._last_frame, self._closing = 0, threading.Event()
+        self._leave: Mapping[str, Any] = {}
+        """The request that ends the supervisor, once this client is being closed."""
         self._number_offset = self._last_number = 0
         """The greatest stall number of earlier supervisors, and of all supervisors."""
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
@@ -204,12 +206,17 @@ class SupervisorClient:
         self._settings.agents = list(agents)
         self._send({"id": "agents", "op": "agents", "agents": [asdict(each) for each in agents]})
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the supervisor, so that it does not report processes that end from now on. Idempotent."""
+    def close(self, timeout_s: float = 5.0, failed: bool = False) -> None:
+        """Ends the supervisor, so that it does not report processes that end from now on. Idempotent.
+
+        Args:
+            failed: whether the job has failed; then the supervisor first says which process was the cause.
+        """
         if self._closing.is_set():
             return
+        self._leave = {"id": "leave", "op": "leave", "failed": failed}
         self._closing.set()
-        self._send({"id": "leave", "op": "leave"})
+        self._send(self._leave)
         if threading.current_thread() is not self._thread:
             with contextlib.suppress(WaitTimeout):
                 waits.join(self._thread, waits_for="supervision", why="its thread ends", timeout_s=timeout_s)
@@ -271,7 +278,7 @@ class SupervisorClient:
     def _listen(self, connection: Connection) -> None:
         while True:
             if self._closing.is_set():
-                self._send({"id": "leave", "op": "leave"})
+                self._send(self._leave)
             frame = connection.recv(0.5)
             if frame is None:
                 continue

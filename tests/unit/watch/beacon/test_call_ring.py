@@ -142,7 +142,9 @@ def test_an_overwritten_text_is_unknown_and_never_another_text(beacon):
 def test_slots_are_reused_only_when_closed(beacon):
     texts = beacon.call_rings()
     slots = [texts.open_slot(n, 0, str(n), "", "gloo", 2, 0) for n in range(MAX_COMMUNICATORS)]
+    assert len(slots) >= 200 and read_beacon(beacon.path).unrecorded == 0  # Megatron has 30 to 100
     assert all(slots) and texts.open_slot(99, 0, "99", "", "gloo", 2, 0) is None
+    assert read_beacon(beacon.path).unrecorded == 1
     slots[5].leave(slots[5].enter(1, 1, 1))
     slots[5].close()
     slots[3].close()

@@ -338,6 +338,14 @@ def test_a_process_ended_by_its_launcher_is_no_culprit() -> None:
     check(diagnose(snapshot(policy(3, **odd), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
 
 
+def test_ranks_ended_by_their_launcher_are_effects_of_an_exit_seen_at_the_same_time() -> None:
+    """Of a job that Lockstep did not start, a rank's error is not known, and one sample sees the ends of all."""
+    ended = ProcessNote(error="ended by SIGTERM from outside", cause="external_kill")
+    odd = {f"p{rank}": One(f"policy-{rank}", Liveness.DEAD, -15, AT - 2.0, note=ended) for rank in (0, 2)}
+    odd["p1"] = One("policy-1", Liveness.DEAD, 1, AT - 2.0)
+    check(diagnose(snapshot(policy(3, **odd), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
+
+
 def test_resets_are_effects_of_an_exit() -> None:
     """The neighbours of a rank that exits early see reset connections; no rank may be left waiting for it."""
     left, fell = One("policy-1", Liveness.EXITED, 0, AT - 9), One("policy-0", Liveness.DEAD, 1, AT - 8.5, note=RESET)
@@ -602,6 +610,21 @@ def test_an_asynchronous_collective_causes_no_deadlock() -> None:
     assert all(each.level is VerdictLevel.NOTICE for each in diagnose(working))
     known = replace(working, communicators=replace(working.communicators, blocked=np.array([1, -1, -1, 0], np.int8)))
     assert all(each.kind is not VerdictKind.CYCLE for each in diagnose(known))
+
+
+def test_a_host_that_has_only_posted_ahead_may_go_on() -> None:
+    """A receive that is posted ahead waits on the device alone: only inactivity proves that its host issues no more."""
+    groups = [Group("a", [0, 1], [6, 5], [5] * 2, since=20.0), Group("b", [0, 1], [3, 4], [3] * 2, since=20.0)]
+
+    def on_device(job: Evidence) -> Evidence:
+        issued_at = np.where(job.communicators.entered > job.communicators.completed, AT - 20.0, NAN)
+        columns = {"on_device": np.ones(4, np.bool_), "pending_at": issued_at}
+        return replace(job, communicators=replace(job.communicators, **columns))
+
+    short, both = snapshot([One(f"policy-{i}", still=20.0) for i in range(2)], groups), ["policy-0", "policy-1"]
+    check(diagnose(short), VerdictKind.CYCLE, both)
+    check(diagnose(on_device(short)), VerdictKind.CYCLE, both, VerdictLevel.NOTICE)
+    check(diagnose(on_device(short), StallThresholds(still_s=10.0)), VerdictKind.CYCLE, both)
 
 
 def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:

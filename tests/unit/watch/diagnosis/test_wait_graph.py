@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable, WaitEdge
 from lockstep.watch.diagnosis.evidence_types import CommunicatorInfo, Liveness, ProcessInfo, WaitCondition
+from lockstep.watch.diagnosis.pending import find_pending
 from lockstep.watch.diagnosis.wait_graph import (
     WaitGraph,
     build_wait_graph,
     find_cycles_and_knots,
-    find_pending,
     find_permanently_blocked,
     reachable_from_stalled,
     strongly_connected_components,

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks.dump_files import Call, Comm, Job, as_json, dump, steps
-from lockstep.watch.dumps.decode import BLOCK, CommunicatorTrace, DumpDecoder, RankTrace
+from lockstep.watch.dumps.decode import BLOCK, DumpDecoder
 from lockstep.watch.dumps.dump_parser import user_call_site
 from lockstep.watch.dumps.reader_process import pack_trace, unpack_trace
+from lockstep.watch.dumps.traces import CommunicatorTrace, PendingEntry, RankTrace
 
 WORLD = Comm("0", (0, 1, 2), "default_pg")
 
@@ -133,7 +134,9 @@ def test_older_calls_become_digests_of_whole_blocks() -> None:
 def test_missing_entries_prove_absence_only_in_a_complete_dump() -> None:
     job = Job([WORLD, Comm("9", (0, 1, 2), "never")], [[Call(0)] * 8] * 3).play()
     assert {g.name: g.entered for g in read(dump(job, 0)).groups} == {"0": 8, "9": 0}
-    assert {g.name: g.entered for g in read(dump(job, 0, ring=4)).groups} == {"0": 8, "9": -1}
+    content = dump(job, 0, ring=4)
+    assert {g.name: g.entered for g in read(content).groups} == {"0": 8, "9": 0}, "pg_status has no number for it"
+    assert {g.name: g.entered for g in read(content | {"pg_status": None}).groups} == {"0": 8, "9": -1}
 
 
 def signatures(*entries: dict[str, Any]) -> list[int]:
@@ -184,12 +187,12 @@ def test_a_coalesced_block_is_one_call() -> None:
 def test_point_to_point_is_no_collective() -> None:
     content = dump(stopped(), 1)
     recv = content["entries"][-1] | {"profiling_name": "nccl:recv 1<-0", "is_p2p": True, "state": "started",
-                                     "collective_seq_id": 11, "p2p_seq_id": 1}  # fmt: skip
-    done = recv | {"profiling_name": "nccl:send 1->0", "state": "completed"}
+                                     "collective_seq_id": 11, "p2p_seq_id": 2}  # fmt: skip
+    done = recv | {"profiling_name": "nccl:send 1->0", "state": "completed", "p2p_seq_id": 1}
     trace = read(content | {"entries": [*content["entries"], done, recv]})
     world = trace.groups[0]
     assert (world.entered, len(world.sequence)) == (11, 11)
-    assert world.waits == [("recv 1<-0", recv["time_created_ns"] / 1e9)]
+    assert world.transfers == [PendingEntry(recv["record_id"], recv["time_created_ns"] / 1e9, True, ("recv 1<-0",))]
 
 
 def test_unreadable_entries_are_counted_and_the_rest_is_read() -> None:

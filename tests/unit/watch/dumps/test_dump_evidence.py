@@ -98,12 +98,12 @@ def test_a_member_without_entries_in_the_ring_is_as_far_as_the_others(tmp_path: 
     assert counts(evidence) == ([3, 3, 3], [3, 3, 3])
 
 
-def test_a_communicator_outside_all_rings_is_left_out(tmp_path: Path) -> None:
+def test_a_communicator_outside_all_rings_is_as_far_as_its_status_says(tmp_path: Path) -> None:
     comms = [world(2), Comm("1", (0, 1), "x"), Comm("2", (0, 1), "y"), Comm("3", (0, 1), "z")]
     write(Job(comms, [[Call(0), Call(1), Call(2)] + [Call(3)] * 30] * 2).play(), tmp_path, ring=10)
     evidence = read_dumps(tmp_path)
-    assert names(evidence) == [("default_pg", [0, 1]), ("z", [0, 1])], "the default one by its number in pg_status"
-    assert counts(evidence) == ([1, 1], [1, 1])
+    assert names(evidence) == [(name, [0, 1]) for name in ("default_pg", "x", "y", "z")]
+    assert all(counts(evidence, number) == ([1, 1], [1, 1]) for number in range(3)), "numbered in the order of creation"
 
 
 def test_one_name_may_stand_for_several_communicators(tmp_path: Path) -> None:
@@ -162,7 +162,8 @@ def test_a_rank_far_behind_is_compared_at_its_position(tmp_path: Path) -> None:
         entries += [Entry(call, 301 + more, last.created + more) for more in range(1, 500)]
     write(job, tmp_path)
     evidence = read_dumps(tmp_path)
-    assert counts(evidence) == ([800, 300, 800, 800], [300, 300, 300, 300])
+    assert counts(evidence) == ([301, 300, 301, 301], [300, 300, 300, 300]), "a rank waits in its oldest one only"
+    assert evidence.extra["issued"] == [800, 300, 800, 800]
     calls = evidence.calls
     assert (calls.seq == 300).sum() == 4, "the newest of the one is there for all"
 

@@ -101,9 +101,23 @@ def test_missing_dumps_become_evidence_and_next_steps(tmp_path: Path) -> None:
     made.programs[5] = made.programs[5][:9]
     write(made.play(), tmp_path, ranks=[0, 1, 2, 3, 4, 6, 7])
     said = json.loads(explain(tmp_path, "--json"))
-    assert said["kind"] == "unknown" and said["culprits"] == []
-    assert {"source": "dumps", "text": "no dump of rank 5"} in said["evidence"]
+    assert (said["kind"], [each["rank"] for each in said["culprits"]]) == ("absent", [5]), (
+        "it alone can block the others"
+    )
+    assert said["confidence"] <= 0.6
+    facts = [each["text"] for each in said["evidence"] if each.get("source") == "dumps"]
+    assert facts[0] == "no dump of rank 5" and facts[1].startswith("no dump of rank 5, and 7 ranks wait")
     assert said["collect"][0] == "the flight-recorder dump of rank 5"
+
+
+def test_a_missing_dump_is_not_excluded_if_another_one_is_missing_too(tmp_path: Path) -> None:
+    made = job()
+    made.programs[5] = made.programs[5][:9]
+    write(made.play(), tmp_path, ranks=[0, 1, 2, 3, 4, 6])
+    said = json.loads(explain(tmp_path, "--json"))
+    assert said["kind"] == "unknown" and said["culprits"] == []
+    assert "Nothing is known of rank 5, rank 7" in said["explanation"]
+    assert said["collect"][0] == "the flight-recorder dump of ranks 5, 7"
 
 
 def test_an_unanswered_receive_leads_to_the_sender(tmp_path: Path) -> None:
@@ -124,8 +138,8 @@ def test_an_unanswered_receive_leads_to_the_sender(tmp_path: Path) -> None:
         (tmp_path / f"rank{rank}.pickle").write_bytes(pickle.dumps(content, 2))
     verdict, *_ = explain_dumps(tmp_path)
     assert (verdict.kind, [each.rank for each in verdict.culprits]) == (VerdictKind.ABSENT, [0])
-    (edge,) = read_dumps(tmp_path).edges
-    assert (edge.process, edge.on, edge.kind, edge.why) == (1, (0,), "recv", "from rank 0 on pp")
+    assert "send/recv" in read_dumps(tmp_path).calls.by_signature[1].operation
+    assert "pp, rank 0 to 1" in [each.name for each in read_dumps(tmp_path).communicators.info]
 
 
 def test_options_give_the_pattern_of_ranks_and_their_number(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def counts(evidence: Evidence) -> tuple[list[int], list[int]]:
 def test_the_progress_of_all_ranks(case: str, entered: list[int], completed: list[int]) -> None:
     evidence = read_dumps(HERE / "files" / f"gloo_{case}")
     assert counts(evidence) == (entered, completed)
-    assert evidence.gaps == () and evidence.edges == []
+    assert evidence.gaps == () and not evidence.edges
     assert evidence.communicators.uncertain is not None
     assert evidence.communicators.uncertain.tolist() == ([True, False, True] if case == "recv" else [False] * 3)
 

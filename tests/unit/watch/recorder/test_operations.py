@@ -73,7 +73,7 @@ def test_a_signature_depends_on_operation_shapes_dtype_and_root():
 
 
 def test_signatures_are_the_same_in_every_process():
-    program = "from lockstep.watch.recorder.operations import digest64; print(digest64('all_reduce'))"
+    program = "from lockstep.watch.beacon.beacon_records import digest64; print(digest64('all_reduce'))"
     outputs = {subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60) for _ in range(2)}
     assert outputs == {f"{operations.digest64('all_reduce')}\n"}
 
@@ -113,7 +113,7 @@ def test_status_and_names_of_a_flight_recorder():
         return json.dumps({"pg_status": status, "entries": entries})
 
     flight = FlightRecorder("gloo", dump)
-    assert flight.status() == {"0": (7, -1)}
+    assert flight.status() == {"0": (7, -1, -1)}
     assert (flight.name("0"), flight.name("0")) == ("12", "12")
     assert flight.name("5") is None and flight.name("5") is None
     assert dumps == [False, True, True]  # an unknown number is not looked up again immediately

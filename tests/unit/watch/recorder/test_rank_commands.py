@@ -95,3 +95,28 @@ def test_an_old_verdict_explains_nothing(monkeypatch):
     monkeypatch.setattr(commands, "VERDICT_WAIT_S", 0.05)
     broken = RuntimeError("Connection reset by peer")
     assert inbox.translate(broken) is broken
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["NCCL backend needs CUDA tensors", "peer rank 7 is not in the group", "cannot connect to the judge: no route",
+     "Tensors for gloo must be dense", "the file is closed", "ncclInvalidUsage: the tensors differ"],
+)  # fmt: skip
+def test_errors_that_only_mention_a_backend_are_raised_at_once(text, monkeypatch):
+    monkeypatch.setattr(commands.time, "sleep", lambda _: pytest.fail("waits for a verdict"))
+    inbox = commands.CommandInbox("run-1", "policy-0")
+    commands.send_command("run-1", "verdict", None, text="rank 1 is dead")
+    error = RuntimeError(text)
+    assert inbox.translate(error) is error
+
+
+def test_a_verdict_on_an_incident_that_is_over_explains_nothing(monkeypatch):
+    monkeypatch.setattr(commands, "VERDICT_WAIT_S", 0.05)
+    inbox = commands.CommandInbox("run-1", "policy-0")
+    commands.send_command("run-1", "verdict", None, text="rank 1 is late", freed=False)
+    after = commands.time.time() + 1.0
+    broken = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4242")
+    assert inbox.translate(broken, recovered_at=after) is broken
+    commands.send_command("run-1", "verdict", None, text="rank 1 is dead", freed=True)
+    released = RuntimeError("NCCL communicator was aborted on rank 0.")
+    assert str(inbox.translate(released, recovered_at=after)) == "rank 1 is dead"

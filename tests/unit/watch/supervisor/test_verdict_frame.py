@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.watch.diagnosis.verdict import Culprit, Fact, Verdict, VerdictKind, VerdictLevel
-from lockstep.watch.supervisor.supervisor import verdict_frame
+from lockstep.watch.supervisor.subscribers import verdict_frame
 from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictUpdate
 
 

@@ -1,0 +1,114 @@
+"""Finds the operation that each rank waits in, from the operations that it has issued and not finished.
+
+On an asynchronous device a rank issues operations ahead, and waits only in its head: the oldest unfinished operation
+over all of its communicators. An operation behind the head has been issued, but the rank takes no part in it yet.
+
+A send from a to b and the receive of b from a are a collective of two members, numbered per direction and communicator:
+the i-th send meets the i-th receive. Sequence numbers of sends and receives cannot match them, because each rank counts
+them over all of its peers. If all sends and receives since the start are known, they are numbered from the start, else
+from the oldest unfinished one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+Transfer = tuple[int, int]
+"""(sending rank, receiving rank)."""
+Channel = tuple[int, int, int]
+"""(communicator, sending rank, receiving rank)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingOperation:
+    """An operation that a rank has issued and not finished."""
+
+    order: int
+    """Its position among all operations of the rank; -1 if it is older than all others, by an unknown amount."""
+    communicator: int
+    sequence: int = 0
+    """The number of a collective; unused for sends and receives."""
+    transfers: tuple[Transfer, ...] = ()
+    """The sends and receives of a batch, or a single one; empty for a collective."""
+    since: float = float("nan")
+    started: bool = False
+    """True if the device is known to have started it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOperations:
+    """The unfinished operations of a rank."""
+
+    pending: Sequence[PendingOperation] = ()
+    issued: Mapping[Channel, int] | None = None
+    """The number of sends and receives since the start; None if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a rank is on a communicator or channel: the last operation that it takes part in, and the last one that
+    it has completed. The rank waits if they differ."""
+
+    entered: int
+    completed: int
+    since: float = float("nan")
+    started: bool = False
+
+
+@dataclass(slots=True)
+class _Side:
+    """One rank's unfinished transfers of a channel."""
+
+    pending: int = 0
+    at_head: int = 0
+    since: float = float("nan")
+    started: bool = False
+
+
+def find_heads(pending: Iterable[PendingOperation]) -> list[PendingOperation]:
+    """The oldest operations: one, or several if it is unknown which is the oldest; empty if all have ended."""
+    operations = list(pending)
+    oldest = min((each.order for each in operations), default=0)
+    return [each for each in operations if each.order == oldest]
+
+
+def collective_position(heads: Sequence[PendingOperation], communicator: int, entered: int, completed: int) -> Position:
+    """The position of a rank on a communicator. It takes part in a collective only if that is its head, though it may
+    have issued (`entered`) later ones."""
+    for head in heads:
+        if head.communicator == communicator and not head.transfers:
+            return Position(completed + 1, completed, head.since, head.started)
+    return Position(min(entered, completed), completed)
+
+
+def match_transfers(ranks: Mapping[int, RankOperations]) -> dict[Channel, dict[int, Position]]:
+    """The positions of both ranks of each channel with an unfinished send or receive, without those of ranks that are
+    not given."""
+    sides = {rank: _sides_of(operations) for rank, operations in ranks.items()}
+    channels = sorted({channel for of_rank in sides.values() for channel in of_rank})
+    found: dict[Channel, dict[int, Position]] = {}
+    for channel in channels:
+        members = [rank for rank in channel[1:] if rank in ranks]
+        counts = [None if (issued := ranks[rank].issued) is None else issued.get(channel, 0) for rank in members]
+        numbered = len(members) == 2 and None not in counts
+        found[channel] = {}
+        for rank, count in zip(members, counts, strict=True):
+            side = sides[rank].get(channel, _Side())
+            done = count - side.pending if numbered and count is not None else 0
+            entered = done + side.at_head
+            completed = entered - 1 if side.at_head else done
+            found[channel][rank] = Position(entered, completed, side.since, side.started)
+    return found
+
+
+def _sides_of(operations: RankOperations) -> dict[Channel, _Side]:
+    found: dict[Channel, _Side] = {}
+    for is_head, group in ((True, find_heads(operations.pending)), (False, operations.pending)):
+        for operation in group:
+            for source, target in operation.transfers:
+                side = found.setdefault((operation.communicator, source, target), _Side())
+                if is_head:
+                    side.at_head += 1
+                    side.since, side.started = operation.since, operation.started
+                else:
+                    side.pending += 1
+    return found

@@ -1,0 +1,133 @@
+"""Applies a dump's tables of communicators: `pg_config` lists their members, `pg_status` holds their counters.
+
+`pg_config` is keyed by name and `pg_status` by `pg_id`, the number of communicators that the process had created
+before. Torch's names are numbers over all ranks, so a process has created its communicators in the order of their
+names.
+"""
+
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from lockstep.watch.dumps.dump_parser import MAX_RANKS, MAX_TEXT_CHARS, bounded_text
+from lockstep.watch.dumps.traces import CommunicatorTrace, PendingEntry, RankTrace
+
+_MAX_MEMBERS_CHARS = 8 * MAX_RANKS
+"""The longest member list, in characters."""
+
+
+def apply_config(trace: RankTrace, config: Any) -> None:
+    """Fills in the members of communicators from the dump's configuration."""
+    if not isinstance(config, dict):
+        return
+    by_name: dict[str, list[CommunicatorTrace]] = {}
+    for group in trace.groups:
+        by_name.setdefault(group.name, []).append(group)
+    for name, settings in config.items():
+        if not isinstance(settings, dict) or not isinstance(name, str):
+            continue
+        members = _member_list(settings.get("ranks"))
+        if not members:
+            continue
+        largest = max(map(int, re.findall(r"\d+", members)))
+        if largest >= MAX_RANKS:
+            continue
+        trace.world = max(trace.world, 1 + largest)
+        if not name:
+            continue  # gloo's entry has no name, so its communicator is unknown
+        name = name[:MAX_TEXT_CHARS]
+        groups = by_name.get(name)
+        if not groups:
+            entered = 0 if trace.complete else -1
+            trace.groups.append(
+                CommunicatorTrace(name, bounded_text(settings.get("desc")), entered=entered, completed=entered)
+            )
+            groups = by_name[name] = trace.groups[-1:]
+        for group in groups:
+            group.members = members
+
+
+def apply_status(trace: RankTrace, status: Any) -> None:
+    """Fills in the counters of communicators without entries (a dump of active entries omits completed ones, a full one
+    may have overwritten them), and detects communicators with unrecorded calls."""
+    if not isinstance(status, dict) or not status:
+        return
+    _number_groups(trace, status)
+    without_number = [group for group in trace.groups if group.number < 0]
+    unmatched = [number for number in status if number not in {str(group.number) for group in trace.groups}]
+    if len(without_number) == len(unmatched) == 1 and unmatched[0].isdecimal():
+        without_number[0].number = int(unmatched[0])
+    for group in trace.groups:
+        counters = status.get(str(group.number))
+        if not isinstance(counters, dict):
+            if group.number >= 0 and not group.sequence and not group.issued:
+                group.entered = group.completed = 0  # it has a number, and no call has been recorded with it
+            continue
+        entered, completed = (_parse_int(counters.get(f"last_{what}_collective")) for what in ("enqueued", "completed"))
+        if group.sequence or group.issued:
+            group.uncertain |= group.backend == "gloo" and entered > group.operations >= 0
+            if trace.only_active and len(group.transfers) == 1 and entered == completed >= 0:
+                group.transfers = []  # the part of an ended batch, whose last entry is left out
+            if group.sequence and group.backend != "gloo" and _recover_overwritten(group, completed):
+                trace.pending_lost |= trace.only_active
+            continue
+        group.from_status, group.entered = True, max(entered, 0)
+        group.completed = group.entered if trace.only_active or not trace.entries else max(completed, 0)
+        if group.completed < group.entered:
+            group.pending = PendingEntry(-1, float("nan"), started=False)
+
+
+def _recover_overwritten(group: CommunicatorTrace, completed: int) -> bool:
+    """Corrects a communicator whose oldest unfinished collective is older than the dump's entries, if it is one. If no
+    entry of a dump has ended, only this shows that the dump is not one of all active entries."""
+    is_overwritten = not group.issued and group.ended < 0 and 0 <= completed < group.first - 1
+    if is_overwritten:
+        group.completed, group.pending = completed, PendingEntry(-1, float("nan"), started=False)
+    return is_overwritten
+
+
+def _number_groups(trace: RankTrace, status: Mapping[str, Any]) -> None:
+    """Numbers the communicators without entries: those between two of known number, in the order of creation, if there
+    are exactly as many as numbers between them."""
+    named = [group for group in trace.groups if group.name.isdecimal() and len(group.name) < 10]
+    default = [group for group in trace.groups if "default_pg" in (group.name, group.description)]
+    if len(default) == 1 and default[0].number < 0:
+        default[0].number = 0
+    if len({group.name for group in named}) < len(named):
+        return
+    named.sort(key=lambda group: int(group.name))
+    first_known = next((at for at, group in enumerate(named) if group.number >= 0), None)
+    if first_known is None or [g.number for g in named if g.number >= 0] != sorted({g.number for g in named} - {-1}):
+        return
+    if named[first_known].number == first_known:
+        for at in range(first_known):
+            named[at].number = at
+    anchors = [at for at, group in enumerate(named) if group.number >= 0]
+    for low, high in pairwise(anchors):
+        if named[high].number - named[low].number == high - low:
+            for at in range(low + 1, high):
+                named[at].number = named[low].number + at - low
+    rest = range(anchors[-1] + 1, len(named))
+    last = named[anchors[-1]].number
+    if last == anchors[-1] and all(
+        last < int(each) < len(named) for each in status if each.isdecimal() and int(each) > last
+    ):
+        for at in rest:
+            named[at].number = at
+
+
+def _member_list(ranks: Any) -> str:
+    """A list of ranks, or torch's text of such a list, as text; empty for any other value."""
+    if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
+        ranks = str(ranks)
+    if not isinstance(ranks, str) or len(ranks) > _MAX_MEMBERS_CHARS:
+        return ""
+    return ranks if re.fullmatch(r"\[\s*\d{1,7}(\s*,\s*\d{1,7})*\s*\]", ranks) else ""
+
+
+def _parse_int(value: Any) -> int:
+    try:
+        return int(value) if isinstance(value, int | str) else -1
+    except ValueError:
+        return -1

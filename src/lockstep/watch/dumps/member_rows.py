@@ -1,0 +1,149 @@
+"""Works out how far each rank is on each communicator, and on each pair of ranks with unfinished sends or receives."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from lockstep.watch.diagnosis.evidence_types import UNKNOWN, CommunicatorInfo
+from lockstep.watch.diagnosis.operation_heads import (
+    Channel,
+    PendingOperation,
+    Position,
+    RankOperations,
+    Transfer,
+    collective_position,
+    find_heads,
+    match_transfers,
+)
+from lockstep.watch.dumps.communicators import DumpedCommunicator, name_communicators
+from lockstep.watch.dumps.dump_files import RankDump
+from lockstep.watch.dumps.traces import PendingEntry
+
+_PART = re.compile(r"(?P<way>recv|send) \d+(?:<-|->)(?P<peer>\d+)")
+
+
+@dataclass(slots=True)
+class MemberRow:
+    """A rank's position on a communicator. The rank waits if it has entered more than it has completed."""
+
+    rank: int
+    entered: int = UNKNOWN
+    completed: int = UNKNOWN
+    entered_at: float = math.nan
+    completed_at: float = math.nan
+    started: int = UNKNOWN
+    """The last operation that has started on the device; unknown if the recorder does not note that."""
+    member_list: int = UNKNOWN
+    uncertain: bool = False
+    issued: int = UNKNOWN
+    """The last operation that the host has issued."""
+
+    @property
+    def waits(self) -> bool:
+        return self.entered > self.completed != UNKNOWN
+
+
+@dataclass(slots=True)
+class GroupRows:
+    """The members of a communicator, or the two ranks of a channel."""
+
+    info: CommunicatorInfo
+    rows: list[MemberRow]
+
+
+def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapping[int, RankDump]) -> list[GroupRows]:
+    """The rows of all communicators, followed by those of the channels with unfinished sends or receives."""
+    operations = _rank_operations(communicators, by_rank)
+    heads = {rank: find_heads(each.pending) for rank, each in operations.items()}
+    uncertain = {rank for rank, own in heads.items() if by_rank[rank].trace.pending_lost or _is_opaque(own)}
+    infos = name_communicators(communicators)
+    found = []
+    for number, (info, communicator) in enumerate(zip(infos, communicators, strict=True)):
+        rows = [_collective_row(communicator, number, rank, heads, by_rank) for rank in communicator.ranks]
+        found.append(GroupRows(info, rows))
+    for (number, source, target), positions in match_transfers(operations).items():
+        rows = []
+        for rank in sorted((source, target)):
+            row = MemberRow(rank)
+            if rank in positions:
+                _place(row, positions[rank], by_rank[rank].trace.timed)
+            rows.append(row)
+        info = infos[number]
+        name = f"{info.name}, rank {source} to {target}"
+        found.append(GroupRows(CommunicatorInfo(name, backend=info.backend), rows))
+    for row in (row for group in found for row in group.rows if row.rank in uncertain):
+        row.uncertain = True
+    return found
+
+
+def _is_opaque(heads: Sequence[PendingOperation]) -> bool:
+    """Whether a rank waits in a batch whose parts are unknown."""
+    return any(not head.transfers and not head.sequence for head in heads)
+
+
+def _collective_row(
+    communicator: DumpedCommunicator, number: int, rank: int, heads: Mapping[int, Sequence[PendingOperation]],
+    by_rank: Mapping[int, RankDump],
+) -> MemberRow:  # fmt: skip
+    group = communicator.records.get(rank)
+    if group is None:
+        known = rank in by_rank and by_rank[rank].trace.complete
+        return MemberRow(rank, *((0, 0, math.nan, math.nan, UNKNOWN, UNKNOWN, False, 0) if known else ()))
+    row = MemberRow(
+        rank, group.entered, group.completed, group.entered_at, group.completed_at, issued=group.entered,
+        member_list=crc32(group.members.encode()) if group.members else UNKNOWN, uncertain=group.uncertain,
+    )  # fmt: skip
+    if communicator.backend != "gloo" and group.entered != UNKNOWN:
+        _place(row, collective_position(heads[rank], number, group.entered, group.completed), by_rank[rank].trace.timed)
+        if not row.waits:
+            row.entered_at = group.entered_at
+    return row
+
+
+def _place(row: MemberRow, position: Position, timed: bool) -> None:
+    row.entered, row.completed, row.entered_at = position.entered, position.completed, position.since
+    if timed:
+        row.started = position.entered if position.started else position.completed
+
+
+def _rank_operations(
+    communicators: Sequence[DumpedCommunicator], by_rank: Mapping[int, RankDump]
+) -> dict[int, RankOperations]:
+    """The unfinished operations of each rank with a dump; gloo's ranks have no heads, because their calls return only
+    when they have ended."""
+    pending: dict[int, list[PendingOperation]] = {rank: [] for rank in by_rank}
+    issued: dict[int, dict[Channel, int]] = {rank: {} for rank in by_rank}
+    for number, communicator in enumerate(communicators):
+        if communicator.backend == "gloo":
+            continue
+        for rank, group in communicator.records.items():
+            if group.pending is not None:
+                pending[rank].append(_operation(group.pending, number, group.completed + 1, ()))
+            for entry in group.transfers:
+                transfers = tuple(filter(None, (_transfer(part, communicator.ranks, rank) for part in entry.parts)))
+                pending[rank].append(_operation(entry, number, 0, transfers))
+            for part, count in group.issued.items():
+                transfer = _transfer(part, communicator.ranks, rank)
+                if transfer is not None:
+                    issued[rank][number, *transfer] = count
+    return {
+        rank: RankOperations(pending[rank], issued[rank] if dump.trace.complete else None)
+        for rank, dump in by_rank.items()
+    }
+
+
+def _operation(
+    entry: PendingEntry, communicator: int, sequence: int, transfers: tuple[Transfer, ...]
+) -> PendingOperation:
+    return PendingOperation(entry.order, communicator, sequence, transfers, entry.since, entry.started)
+
+
+def _transfer(part: str, members: Sequence[int], rank: int) -> Transfer | None:
+    """The ranks of a send or receive, whose text has the ranks within the communicator; None if they are unknown."""
+    match = _PART.search(part)
+    at = int(match["peer"]) if match else len(members)
+    if match is None or at >= len(members) or members[at] == rank:
+        return None
+    return (rank, members[at]) if match["way"] == "send" else (members[at], rank)

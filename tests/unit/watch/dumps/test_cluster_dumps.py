@@ -1,0 +1,46 @@
+"""The analysis of dumps of simulated clusters: it names the faulty ranks and no others."""
+
+import pytest
+from cluster_dumps import Recorder, draw_recorder
+from cluster_scores import WRITES_A_DUMP, incomplete, judge, several, single, summary
+from cluster_simulator import make_cluster, run
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_program_without_faults_ends_and_nobody_is_named(seed: int) -> None:
+    cluster = run(make_cluster(seed))
+    assert not cluster.stalled
+    assert judge(cluster, draw_recorder(seed)).silent
+
+
+def test_a_stopped_host_is_named() -> None:
+    scores = summary(single(seed, ("host",)) for seed in range(5010, 5020))
+    assert scores["exact"] >= 9 and not scores["innocent"], scores
+
+
+@pytest.mark.parametrize("seed", range(1000, 1006))
+def test_no_innocent_is_named_with_all_dumps(seed: int) -> None:
+    assert not several(seed).innocents
+
+
+@pytest.mark.parametrize("seed", [*range(1000, 1004), 20402, 20470])
+def test_no_innocent_is_named_without_some_dumps(seed: int) -> None:
+    assert not incomplete(seed).innocents
+
+
+def test_a_healthy_cluster_is_benign_with_active_entries_only() -> None:
+    score = judge(run(make_cluster(3)), Recorder(only_active=True))
+    assert score.verdicts[0].cause == "benign"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_figures_of_the_documentation() -> None:
+    hosts = summary(single(seed, ("host",)) for seed in range(30000, 30200))
+    others = summary(single(seed, WRITES_A_DUMP[1:]) for seed in range(30200, 30300))
+    many = summary(several(seed) for seed in range(30300, 30400))
+    missing = summary(incomplete(seed) for seed in range(30400, 30500))
+    print(f"one host: {hosts}", f"one device: {others}", f"several: {many}", f"dumps missing: {missing}", sep="\n")
+    assert hosts["exact"] >= 0.95 * hosts["cases"]
+    assert hosts["innocent"] == many["innocent"] == 0
+    assert max(others["innocent"], missing["innocent"]) <= 0.01 * missing["cases"]
