@@ -101,12 +101,8 @@ def test_missing_dumps_become_evidence_and_next_steps(tmp_path: Path) -> None:
     made.programs[5] = made.programs[5][:9]
     write(made.play(), tmp_path, ranks=[0, 1, 2, 3, 4, 6, 7])
     said = json.loads(explain(tmp_path, "--json"))
-    assert (said["kind"], [each["rank"] for each in said["culprits"]]) == ("absent", [5]), (
-        "it alone can block the others"
-    )
-    assert said["confidence"] <= 0.6
-    facts = [each["text"] for each in said["evidence"] if each.get("source") == "dumps"]
-    assert facts[0] == "no dump of rank 5" and facts[1].startswith("no dump of rank 5, and 7 ranks wait")
+    assert said["kind"] == "unknown" and said["culprits"] == []
+    assert {"source": "dumps", "text": "no dump of rank 5"} in said["evidence"]
     assert said["collect"][0] == "the flight-recorder dump of rank 5"
 
 
