@@ -19,13 +19,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from benchmarks.docs_markers import into_page
 from benchmarks.faults.case_runner import run
 from benchmarks.faults.cases import FAULTS, cases
 from benchmarks.faults.grading import judge, matrix, numbers, wrong
 from benchmarks.runner import ROOT
 
 OUT = ROOT / "benchmarks" / "results" / "cpu" / "faults.jsonl"
-BEGIN, END, WRONG = "<!-- faults: begin -->", "<!-- faults: end -->", "\nwrong:"
+WRONG = "\nwrong:"
 
 
 def main() -> None:
@@ -52,9 +53,7 @@ def main() -> None:
     text = report(done)
     print(text)
     if options.docs:
-        page = options.docs.read_text()
-        head, tail = page.split(BEGIN)[0], page.split(END)[1]
-        options.docs.write_text(f"{head}{BEGIN}\n{text.split(WRONG)[0].strip()}\n{END}{tail}")
+        into_page(options.docs, text.split(WRONG)[0].strip(), "faults")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -9,29 +9,31 @@ confirmed after `--confirm-after`, a busy one after ten times as long (so none i
 """
 
 import argparse
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
-from benchmarks.runner import ROOT
+from benchmarks.comparison_table import markdown, markdown_head
+from benchmarks.docs_markers import into_page
+from benchmarks.runner import ROOT, write
+from benchmarks.soak.load import busy
 from lockstep.watch.attach.watched_command import WatchedCommand, run_watched
 from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
 JOB = Path(__file__).with_name("attached_job.py")
 OUT = ROOT / "benchmarks" / "results" / "cpu" / "attach.jsonl"
-BEGIN, END = "<!-- attach: begin -->", "<!-- attach: end -->"
 RANKS, CULPRIT = 3, 1
+CORES = len(os.sched_getaffinity(0))
 IDLE = ("sleep", "subprocess", "lock", "socket", "pipe", "loader")
 BUSY = ("regex", "spin")
 STRUCTURAL = ("stopped", "killed", "exits", "raises")
@@ -56,9 +58,9 @@ class Measured:
     confirm_after_s: float
 
 
-def measure(loop: str, fault: str, busy: int, confirm_after: float, limit: float) -> Measured:
+def measure(loop: str, fault: str, load: int, confirm_after: float, limit: float) -> Measured:
     """Watches one job until the culprit is confirmed, or to the limit."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-attach-") as name, _load(busy):
+    with tempfile.TemporaryDirectory(prefix="lockstep-attach-") as name, busy(load * CORES):
         folder, events = Path(name), list[tuple[float, SupervisorEvent]]()
         enough, ended = threading.Event(), threading.Event()
 
@@ -81,7 +83,7 @@ def measure(loop: str, fault: str, busy: int, confirm_after: float, limit: float
     confirmed = [at for at, event in named if event.level != "notice"]
     accused = {rank for _, event in events if event.level != "notice" for rank in _ranks(event)}
     return Measured(
-        loop, fault, busy, named[0][0] if named else None, confirmed[0] if confirmed else None,
+        loop, fault, load, named[0][0] if named else None, confirmed[0] if confirmed else None,
         tuple(sorted(accused)), confirm_after,
     )  # fmt: skip
 
@@ -104,30 +106,18 @@ def _end_job(folder: Path, enough: threading.Event, ended: threading.Event, limi
             os.kill(int(path.read_text()), signal.SIGKILL)
 
 
-@contextmanager
-def _load(busy: int) -> Iterator[None]:
-    """Busy loops beside the job: `busy` for each core."""
-    count = busy * (os.cpu_count() or 1)
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for each in loops:
-            each.kill()
-            each.wait(10)
-
-
 def table(measured: Iterable[Measured]) -> str:
     """The results in Markdown: a line for each kind of fault, loop and load, with medians."""
     rows: dict[tuple[str, str, int], list[Measured]] = {}
     for each in measured:
         rows.setdefault((each.fault, each.loop, each.busy_processes), []).append(each)
-    lines = ["| fault | loop | busy processes per core | noticed | confirmed | innocents confirmed | runs |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
-    for (fault, loop, busy), cases in rows.items():
+    lines = markdown_head(
+        "fault", "loop", "busy processes per core", "noticed", "confirmed", "innocents confirmed", "runs"
+    )
+    for (fault, loop, load), cases in rows.items():
         innocents = sum(bool({*each.accused} - {CULPRIT}) for each in cases)
         noticed, confirmed = (_median([getattr(each, name) for each in cases]) for name in ("noticed_s", "confirmed_s"))
-        lines.append(f"| {fault} | {loop} | {busy} | {noticed} | {confirmed} | {innocents} | {len(cases)} |")
+        lines.append(markdown(fault, loop, str(load), noticed, confirmed, str(innocents), str(len(cases))))
     return "\n".join(lines)
 
 
@@ -153,23 +143,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page, between its markers")
     options = parser.parse_args()
-    measured = []
-    with options.out.open("w") as file:
-        for busy in options.loads:
-            for fault in options.only:
-                for loop in options.loops if fault != "loader" else ("ddp",):
-                    for _ in range(options.repeats):
-                        found = measure(loop, fault, busy, options.confirm_after, options.limit)
-                        measured.append(found)
-                        file.write(json.dumps(asdict(found)) + "\n")
-                        file.flush()
-                        print(found, flush=True)
+    measured: list[Measured] = []
+    options.out.unlink(missing_ok=True)
+    for load, fault, loop, _ in product(options.loads, options.only, options.loops, range(options.repeats)):
+        if fault == "loader" and loop != "ddp":
+            continue  # only this loop has a loader
+        found = measure(loop, fault, load, options.confirm_after, options.limit)
+        measured.append(found)
+        write(options.out, asdict(found))
+        print(found, flush=True)
     text = table(measured)
     print(text)
     if options.docs:
-        page = options.docs.read_text()
-        head, tail = page.split(BEGIN)[0], page.split(END)[1]
-        options.docs.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+        into_page(options.docs, text, "attach")
 
 
 if __name__ == "__main__":

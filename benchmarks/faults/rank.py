@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.faults.attached_job import strike
 from benchmarks.faults.cases import AT_BEGIN, Case
 from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, members
 from lockstep.base.wait_state import track_wait
@@ -89,9 +90,7 @@ class Rank:
 
     def strike(self) -> None:
         """Write the time at which the fault happens."""
-        draft = self.folder / f".struck-{self.rank}"
-        draft.write_text(repr(time.time()))
-        draft.rename(self.folder / f"struck-{self.rank}")
+        strike(self.folder, self.rank)
 
     def load(self) -> None:
         """The data loader."""

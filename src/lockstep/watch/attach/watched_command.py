@@ -113,9 +113,8 @@ def run_watched(
             if watched.on_stall == "kill" and event.level != VerdictLevel.NOTICE and event.change != "withdrawn":
                 stalled.set()
 
-        with _monitoring(watched, run, token, shared / "services", handle, on_problem) as monitoring:
+        with _monitoring(watched, process, run, token, shared / "services", handle, on_problem):
             code = _wait_for_exit(process, stalled)
-            monitoring.failed = bool(code)
         if code is None:
             _terminate(process)
             return STALL_EXIT_CODE
@@ -156,32 +155,25 @@ def _start(command: Sequence[str], variables: Mapping[str, str]) -> "subprocess.
         raise CommandNotStarted(command[0], "cannot be executed", NOT_EXECUTABLE) from error
 
 
-@dataclass
-class _Monitoring:
-    """The monitoring of a command."""
-
-    failed: bool = False
-    """Whether the command has ended with an error."""
-
-
 @contextlib.contextmanager
 def _monitoring(
     watched: WatchedCommand,
+    process: "subprocess.Popen[bytes]",
     run: str,
     token: str,
     folder: Path,
     on_event: Callable[[SupervisorEvent], None],
     on_problem: Callable[[str], None],
-) -> Iterator[_Monitoring]:
-    """Runs an agent and a supervisor while the command runs."""
-    meeting, monitoring = watched.meeting, _Monitoring()
+) -> Iterator[None]:
+    """Runs an agent and a supervisor while the command runs in `process`."""
+    meeting = watched.meeting
     try:
         host = meeting.local_address() if meeting else "127.0.0.1"
         address = start_agent(run, token, folder, generation=WATCH_GENERATION, host=host, node=watched.node)
         client = AgentClient(address, token, name="watch")
     except (AgentError, OSError) as error:
         on_problem(f"cannot start the agent: the command continues unwatched ({error})")
-        yield monitoring
+        yield
         return
     supervisor: RemoteSupervisorClient | SupervisorClient
     if meeting is not None and not meeting.is_local():
@@ -189,12 +181,9 @@ def _monitoring(
     else:
         supervisor = SupervisorClient(_supervisor_settings(watched, run, folder, address), token, on_event, on_problem)
     try:
-        yield monitoring
+        yield
     finally:
-        if isinstance(supervisor, SupervisorClient):
-            supervisor.close(failed=monitoring.failed)
-        else:
-            supervisor.close()
+        supervisor.close(failed=bool(process.poll()))
         with contextlib.suppress(AgentError):
             client.shut_down(0.0)
         client.close()

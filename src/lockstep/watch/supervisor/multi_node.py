@@ -100,7 +100,8 @@ class RemoteSupervisorClient:
         self._thread = threading.Thread(target=self._stay_connected, name="joined", daemon=True)
         self._thread.start()
 
-    def close(self, timeout_s: float = 7.0) -> None:
+    def close(self, timeout_s: float = 7.0, failed: bool = False) -> None:
+        """Disconnects. `failed` has no effect: the supervisor, on another node, still judges the others."""
         self._closing.set()
         with contextlib.suppress(WaitTimeout):
             waits.join(self._thread, waits_for="joined", why="its thread ends", timeout_s=timeout_s)

@@ -185,8 +185,8 @@ class SupervisorClient:
         self._connection: Connection | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._last_frame, self._closing = 0, threading.Event()
-        self._leave: Mapping[str, Any] = {}
-        """The request that ends the supervisor, once this client is being closed."""
+        self._failed = False
+        """Whether the job has failed, once this client is being closed."""
         self._number_offset = self._last_number = 0
         """The greatest stall number of earlier supervisors, and of all supervisors."""
         self._deaths: deque[float] = deque(maxlen=MAX_RESTARTS)
@@ -214,9 +214,9 @@ class SupervisorClient:
         """
         if self._closing.is_set():
             return
-        self._leave = {"id": "leave", "op": "leave", "failed": failed}
+        self._failed = failed
         self._closing.set()
-        self._send(self._leave)
+        self._send_leave()
         if threading.current_thread() is not self._thread:
             with contextlib.suppress(WaitTimeout):
                 waits.join(self._thread, waits_for="supervision", why="its thread ends", timeout_s=timeout_s)
@@ -278,7 +278,7 @@ class SupervisorClient:
     def _listen(self, connection: Connection) -> None:
         while True:
             if self._closing.is_set():
-                self._send(self._leave)
+                self._send_leave()
             frame = connection.recv(0.5)
             if frame is None:
                 continue
@@ -292,6 +292,10 @@ class SupervisorClient:
                 self._on_event(event)
             except Exception:
                 log.exception("the handler of a supervisor event failed")
+
+    def _send_leave(self) -> None:
+        """Asks the supervisor to end. It may be asked twice."""
+        self._send({"id": "leave", "op": "leave", "failed": self._failed})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         connection = self._connection
