@@ -75,7 +75,7 @@ def apply_status(trace: RankTrace, status: Any) -> None:
         group.from_status, group.entered = True, max(entered, 0)
         group.completed = group.entered if trace.only_active or not trace.entries else max(completed, 0)
         if group.completed < group.entered:
-            group.pending = PendingEntry(-1, float("nan"), started=False)
+            group.pending = PendingEntry()
 
 
 def _recover_overwritten(group: CommunicatorTrace, completed: int) -> bool:
@@ -83,7 +83,7 @@ def _recover_overwritten(group: CommunicatorTrace, completed: int) -> bool:
     entry of a dump has ended, only this shows that the dump is not one of all active entries."""
     is_overwritten = not group.issued and group.ended < 0 and 0 <= completed < group.first - 1
     if is_overwritten:
-        group.completed, group.pending = completed, PendingEntry(-1, float("nan"), started=False)
+        group.completed, group.pending = completed, PendingEntry()
     return is_overwritten
 
 
