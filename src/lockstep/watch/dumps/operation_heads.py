@@ -2,6 +2,8 @@
 
 On an asynchronous device a rank issues operations ahead, and waits only in its head: the oldest unfinished operation
 over all of its communicators. An operation behind the head has been issued, but the rank takes no part in it yet.
+`diagnosis.pending` applies this rule to times, all that beacons have. A dump has the exact order, so the evidence of
+dumps holds positions that the rule has been applied to, and no communicator in it counts as one on a device.
 
 A send from a to b and the receive of b from a are a collective of two members, numbered per direction and communicator:
 the i-th send meets the i-th receive. Sequence numbers of sends and receives cannot match them, because each rank counts
