@@ -124,7 +124,7 @@ class C10dStatusReader:
         ):
             return
         self._checked[id(member)] = now
-        unfinished = flight.unfinished(number)
+        unfinished = flight.unfinished(number)  # after `entered` was read: a collective that it lacks has completed
         scheduled = [int(each["collective_seq_id"]) for each in unfinished if each.get("state") == "scheduled"]
         completed = min((int(each["collective_seq_id"]) for each in unfinished), default=entered + 1) - 1
         started = min(scheduled, default=entered + 1) - 1 if member.starts_reported else NOT_REPORTED
