@@ -9,9 +9,9 @@ It keeps the semantics of torch's CUDA streams:
 - **`Work.wait()`** does not block the host: it makes the compute stream wait for the operation. A call without
   `async_op` waits in this way. So operations of different communicators that are issued without `async_op` run in the
   order of their calls, and asynchronous ones overlap.
-- **`is_completed()`** of a handle queries the device. `synchronize()` blocks the host until all streams are empty, and
-  burns a core like CUDA's default (`spin=False`: like `cudaDeviceScheduleBlockingSync`). Only after it may the host
-  read a result; torch's CUDA tensors do this by themselves, the CPU tensors that stand for them do not.
+- **`is_completed()`** of a handle queries the device. `synchronize()` blocks the host until all streams are empty, like
+  CUDA with `cudaDeviceScheduleBlockingSync`. Only after it may the host read a result; torch's CUDA tensors do this by
+  themselves, the CPU tensors that stand for them do not.
 - An operation **starts** when it is first in its stream, and **completes** when all members have started it. Members
   with different calls hang, as with NCCL, and so do those whose peer has died: most transports of NCCL do not notice
   it. The i-th send from a to b meets the i-th receive of b from a. The operations of a batch start together.
@@ -48,7 +48,6 @@ from lockstep.watch.recorder import abort as aborting
 
 NAME = "emulated_nccl"
 FOREVER_S = 3600.0
-_SPIN = bytes(1 << 18)
 Kernel = Callable[[], object]
 
 
@@ -85,7 +84,6 @@ class Device:
         self.compute = Stream("compute")
         self.streams = [self.compute]
         self.trace = Trace()
-        self.spin = True
 
     def synchronize(self, timeout_s: float = FOREVER_S) -> None:
         """Blocks the host until all streams are empty."""
@@ -94,10 +92,7 @@ class Device:
             while not done.is_set():
                 if time.monotonic() > until:
                     raise TimeoutError(f"the device is still busy after {timeout_s} s")
-                if self.spin:
-                    hashlib.sha256(_SPIN).digest()  # releases the GIL, as CUDA does
-                else:
-                    done.wait(0.01)
+                done.wait(0.01)
 
 
 class Trace:

@@ -44,14 +44,6 @@ class LiveDiagnosis:
             time.sleep(SAMPLE_S)
         raise AssertionError([(each.kind, each.level, ranks_of(each), each.explanation) for each in found])
 
-    def during(self, seconds: float) -> list[Verdict]:
-        """All verdicts of that many seconds."""
-        end, found = time.monotonic() + seconds, []
-        while time.monotonic() < end:
-            found += self.verdicts()
-            time.sleep(SAMPLE_S)
-        return found
-
 
 def ranks_of(verdict: Verdict) -> list[int | None]:
     return sorted((each.rank for each in verdict.culprits), key=lambda rank: -1 if rank is None else rank)

@@ -54,7 +54,6 @@ class Job:
 
         if self.backend == emulated_nccl.NAME:
             emulated_nccl.register()
-            emulated_nccl.device().spin = False
         open_beacon(RUN, f"policy-{rank}", "policy", rank).stage("train")
         recorder.install(**{**self.options, **install})
         store = dist.FileStore(str(Path(self.folder, "store")), self.world)
@@ -184,16 +183,9 @@ def ranks(
         started.stop()
 
 
-def run_ranks(
-    folder: Path,
-    body: Body,
-    world: int = 2,
-    backend: str = "gloo",
-    environment: dict[str, str] | None = None,
-    **options: Any,
-) -> list[Outcome]:
+def run_ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> list[Outcome]:
     """Starts ranks and waits for their end."""
-    with ranks(folder, body, world, backend, environment, **options) as started:
+    with ranks(folder, body, world, **options) as started:
         return started.end()
 
 

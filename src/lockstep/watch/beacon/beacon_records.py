@@ -322,7 +322,6 @@ FLAGS_AT = 392
 BLIND_AT = 400
 RING_BYTES = CALLS_PER_RING * CALL_STRUCT.size
 LANE_STRIDE = 64
-RINGS_BYTES = MAX_TEXTS * TEXT_STRUCT.size + MAX_COMMUNICATORS * RING_BYTES
 
 
 MAGIC = b"LOCKSTEP"
@@ -350,8 +349,9 @@ WAITS_AT = COUNTERS_AT + MAX_COUNTERS * 96
 EVENTS_AT = WAITS_AT + MAX_WAITS * 384
 LANES_AT = EVENTS_AT + MAX_EVENTS * 128
 COMMUNICATORS_AT = LANES_AT + MAX_LANES * LANE_STRIDE
-RINGS_AT = COMMUNICATORS_AT + MAX_COMMUNICATORS * COMMUNICATOR_STRIDE
-FIXED_SIZE = RINGS_AT
-"""The size of the part that readers copy as a whole, without its unused slots; the rings of calls after this part are
-read only when needed."""
-FILE_SIZE = FIXED_SIZE + RINGS_BYTES
+FIXED_SIZE = COMMUNICATORS_AT + MAX_COMMUNICATORS * COMMUNICATOR_STRIDE
+"""The size of the part that readers copy as a whole, without its unused slots; the texts and the rings of calls after
+this part are read only when needed."""
+TEXTS_AT = FIXED_SIZE
+RINGS_AT = TEXTS_AT + MAX_TEXTS * TEXT_STRUCT.size
+FILE_SIZE = RINGS_AT + MAX_COMMUNICATORS * RING_BYTES

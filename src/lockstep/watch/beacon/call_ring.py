@@ -36,8 +36,10 @@ from lockstep.watch.beacon.beacon_records import (
     NO_PEER,
     PEER_SHIFT,
     RING_BYTES,
+    RINGS_AT,
     SEPARATOR,
     TEXT_STRUCT,
+    TEXTS_AT,
     UNRECORDED_AT,
     USED_AT,
     WHERE_WORD,
@@ -67,14 +69,12 @@ def pack_text_numbers(label: int, site: int) -> int:
 
 
 class CallRings:
-    """Writes the slots, texts and rings of one process. `slots_at` and `texts_at` are their offsets in the beacon."""
+    """Writes the slots, texts and rings of one process."""
 
-    def __init__(self, memory: MappedMemory, slots_at: int, texts_at: int) -> None:
+    def __init__(self, memory: MappedMemory) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("B").cast("Q")
         """The whole file as 64-bit words. Storing a word is one instruction, so it needs no write numbers."""
-        self.slots_at, self.texts_at = slots_at, texts_at
-        self.rings_at = texts_at + MAX_TEXTS * TEXT_STRUCT.size
         self.slots: list[CommunicatorSlot | None] = [None] * MAX_COMMUNICATORS
         self.lanes = LaneWriter(self.words)
         self.calls = 0
@@ -97,7 +97,7 @@ class CallRings:
                 return known
             self.newest_text += 1
             number = self.newest_text
-            at = self.texts_at + (number % MAX_TEXTS) * TEXT_STRUCT.size
+            at = TEXTS_AT + (number % MAX_TEXTS) * TEXT_STRUCT.size
             TEXT_STRUCT.pack_into(self.memory, at, number, encode_text(value, 176), number)
             if len(self._texts) >= 2 * MAX_TEXTS:
                 self._texts = {text: kept for text, kept in self._texts.items() if self.fresh(kept)}
@@ -192,8 +192,8 @@ class CommunicatorSlot:
 
     def __init__(self, rings: CallRings, index: int) -> None:
         self.index, self.rings, self.memory, self.words = index, rings, rings.memory, rings.words
-        self._at = rings.slots_at + index * COMMUNICATOR_STRIDE
-        self.ring = (rings.rings_at + index * RING_BYTES) >> 3
+        self._at = COMMUNICATORS_AT + index * COMMUNICATOR_STRIDE
+        self.ring = (RINGS_AT + index * RING_BYTES) >> 3
         """The word at which the ring of calls begins."""
         self.calls = 0
         self.calls_word = (self._at + CALLS_AT) >> 3
@@ -280,49 +280,48 @@ def used_slots(reading: RecordReader) -> int:
     return min(reading.number(USED_AT), (reading.complete - COMMUNICATORS_AT) // COMMUNICATOR_STRIDE)
 
 
-def read_communicators(reading: RecordReader, slots_at: int, texts_at: int) -> tuple[CommunicatorRecord, ...]:
+def read_communicators(reading: RecordReader) -> tuple[CommunicatorRecord, ...]:
     """Decodes the communicators of a beacon, of which `reading` has the fixed part; then the messages between each two
     members, see `CommunicatorRecord.pair`."""
-    texts = _TextTable(reading, texts_at)
+    texts = _TextTable(reading)
     found = (
-        _decode_communicator(reading, slots_at + slot * COMMUNICATOR_STRIDE, slot, texts)
+        _decode_communicator(reading, COMMUNICATORS_AT + slot * COMMUNICATOR_STRIDE, slot, texts)
         for slot in range(used_slots(reading))
     )
     communicators = tuple(each for each in found if each is not None)
     return communicators + tuple(lane_records(reading, {each.slot: each for each in communicators}, texts))
 
 
-def count_calls(reading: RecordReader, slots_at: int) -> int:
+def count_calls(reading: RecordReader) -> int:
     """The number of calls that were recorded on all communicators together."""
     slots = range(used_slots(reading))
-    return sum(reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT) for slot in slots)
+    return sum(reading.number(COMMUNICATORS_AT + slot * COMMUNICATOR_STRIDE + CALLS_AT) for slot in slots)
 
 
-def decode_calls(reading: RecordReader, slots_at: int, texts_at: int, slot: int, newest: int) -> tuple[CallRecord, ...]:
+def decode_calls(reading: RecordReader, slot: int, newest: int) -> tuple[CallRecord, ...]:
     """The newest calls on a communicator, oldest first, without torn, overwritten and unsure ones."""
-    written = reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT)
-    return tuple(_iter_calls(reading, _TextTable(reading, texts_at), slot, written, newest))
+    written = reading.number(COMMUNICATORS_AT + slot * COMMUNICATOR_STRIDE + CALLS_AT)
+    return tuple(_iter_calls(reading, _TextTable(reading), slot, written, newest))
 
 
 class _TextTable:
     """The table of texts; reads each text when it is needed."""
 
-    def __init__(self, reading: RecordReader, texts_at: int) -> None:
-        self.reading, self.at = reading, texts_at
-        self.rings_at = texts_at + MAX_TEXTS * TEXT_STRUCT.size
+    def __init__(self, reading: RecordReader) -> None:
+        self.reading = reading
         self._known: dict[int, str] = {0: ""}
 
     def __getitem__(self, number: int) -> str:
         known = self._known.get(number)
         if known is None:
-            at = self.at + (number % MAX_TEXTS) * TEXT_STRUCT.size
+            at = TEXTS_AT + (number % MAX_TEXTS) * TEXT_STRUCT.size
             found = RecordReader(self.reading.descriptor, at, TEXT_STRUCT.size).record(at, TEXT_STRUCT, number)
             known = self._known[number] = decode_text(found[1][0]) if found else ""
         return known
 
 
 def _iter_calls(reading: RecordReader, texts: _TextTable, slot: int, written: int, newest: int) -> Iterator[CallRecord]:
-    ring_at = texts.rings_at + slot * RING_BYTES
+    ring_at = RINGS_AT + slot * RING_BYTES
     first = max(1, written - min(newest, CALLS_PER_RING) + 1)
     low, high = (first - 1) % CALLS_PER_RING, (written - 1) % CALLS_PER_RING + 1
     if low >= high:

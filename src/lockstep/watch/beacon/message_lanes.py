@@ -108,10 +108,10 @@ def lane_records(
 ) -> Iterator[CommunicatorRecord]:
     """Decodes the lanes, each as a communicator of two members. `communicators` are those of the beacon by slot."""
     for index in range(MAX_LANES):
-        words = [reading.number(LANES_AT + index * LANE_STRIDE + 8 * word) for word in range(8)]
-        of = communicators.get((words[_ABOUT] & 0xFFFF) - 1)
-        if of is not None:
-            yield _decode_lane(words, of, texts)
+        at = LANES_AT + index * LANE_STRIDE
+        of = communicators.get((reading.number(at) & 0xFFFF) - 1)
+        if of is not None:  # most lanes are unused
+            yield _decode_lane([reading.number(at + 8 * word) for word in range(8)], of, texts)
 
 
 def _decode_lane(words: list[int], of: CommunicatorRecord, texts: Any) -> CommunicatorRecord:

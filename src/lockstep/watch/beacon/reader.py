@@ -25,7 +25,6 @@ from lockstep.watch.beacon.beacon_records import (
     MAX_COUNTERS,
     MAX_EVENTS,
     MAX_WAITS,
-    RINGS_AT,
     STAGE_AT,
     STAGE_STRUCT,
     UNRECORDED_AT,
@@ -67,7 +66,7 @@ def read_beacon(path: Path, events: bool = True) -> BeaconState | None:
 def read_calls(path: Path, slot: int, newest: int = CALLS_PER_RING) -> tuple[CallRecord, ...]:
     """The newest calls (at most 256) on the communicator in this slot, oldest first."""
     with _open_beacon_file(path) as reading:
-        return () if reading is None else call_ring.decode_calls(reading, COMMUNICATORS_AT, RINGS_AT, slot, newest)
+        return () if reading is None else call_ring.decode_calls(reading, slot, newest)
 
 
 class BeaconReader:
@@ -161,8 +160,8 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
         BeaconEvent(number, at, decode_text(kind), decode_text(text))
         for number, (at, kind, text) in reading.records(EVENTS_AT, 128, MAX_EVENTS if with_events else 0, EVENT_STRUCT)
     ]
-    communicators = call_ring.read_communicators(reading, COMMUNICATORS_AT, RINGS_AT)
-    progress_count += call_ring.count_calls(reading, COMMUNICATORS_AT)
+    communicators = call_ring.read_communicators(reading)
+    progress_count += call_ring.count_calls(reading)
     _, _, _, pid, rank, start, created_ns, created_wall, run, name, role = header
     return BeaconState(
         path, decode_text(run), decode_text(name), decode_text(role), rank, pid, start, created_ns, created_wall,

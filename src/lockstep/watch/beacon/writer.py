@@ -20,7 +20,6 @@ from lockstep.base.wait_state import WaitRecord, show_waits_on
 from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.beacon_records import (
     BEAT_AT,
-    COMMUNICATORS_AT,
     COUNTER_STRUCT,
     COUNTERS_AT,
     EMPTY,
@@ -33,7 +32,6 @@ from lockstep.watch.beacon.beacon_records import (
     MAX_COUNTERS,
     MAX_EVENTS,
     MAX_WAITS,
-    RINGS_AT,
     STAGE_AT,
     STAGE_STRUCT,
     UINT64,
@@ -79,7 +77,7 @@ class Beacon:
         """The rings in which calls on communicators are recorded; None if the beacon is closed."""
         with self._lock:
             if self._open and self._call_rings is None:
-                self._call_rings = call_ring.CallRings(self._memory, COMMUNICATORS_AT, RINGS_AT)
+                self._call_rings = call_ring.CallRings(self._memory)
                 self._call_rings.stage(self.stage_name)
             return self._call_rings
 

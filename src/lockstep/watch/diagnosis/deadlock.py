@@ -82,15 +82,13 @@ def _host_may_issue(context: DiagnosisContext, graph: WaitGraph, deadlock: IntAr
     members, pending = context.evidence.communicators, context.pending
     if members.on_device is None:
         return False
-    in_deadlock = np.zeros(graph.processes, dtype=np.bool_)
-    in_deadlock[list(involved)] = True
-    for node in deadlock.tolist():
-        if not graph.is_collective(node):
-            continue
+    waits_on_device = np.zeros(graph.processes, dtype=np.bool_)
+    waits_on_device[members.process[pending.waits & members.on_device]] = True
+    suspects = [process for process in involved if waits_on_device[process]]
+    for node in filter(graph.is_collective, deadlock.tolist()):
         rows = context.members(int(graph.communicator[node]))
-        blocks = in_deadlock[members.process[rows]] & (members.entered[rows] < graph.seq[node])
-        blocks &= np.isin(members.process[rows], members.process[pending.waits & members.on_device])
-        if blocks.any():
+        missing = members.process[rows][members.entered[rows] < graph.seq[node]]
+        if np.isin(suspects, missing).any():
             return True
     return False
 

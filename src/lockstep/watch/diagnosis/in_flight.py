@@ -45,15 +45,16 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
     members, seq = context.evidence.communicators, int(graph.seq[node])
     rows = context.members(int(graph.communicator[node]))
     done = int((members.completed[rows] >= seq).sum())
-    call, _ = context.call(int(graph.communicator[node]), seq)
-    needed = 1 if call is not None and needs_all_members(call.operation) else len(waiters) + 1
-    text = f"has entered {{collective}} and not completed it, as {done} others have"
-    if not done:
+    if done:
+        call, _ = context.call(int(graph.communicator[node]), seq)
+        proves = done > len(waiters) or (call is not None and needs_all_members(call.operation))
+        text = f"has entered {{collective}} and not completed it, as {done} others have"
+    else:
         started = _started(context, rows, seq)
-        waiters = [] if started is None else [p for p in waiters if p not in started]
-        done, needed = (len(started), 1) if started is not None else (0, 1)
-        text = f"has issued {{collective}}, which its device has not started, as {done} others have"
-    if not waiters or done < needed:
+        waiters = [process for process in waiters if process not in started]
+        proves = bool(started)
+        text = f"has issued {{collective}}, which its device has not started, as {len(started)} others have"
+    if not waiters or not proves:
         return None
     proven = all_proven_inactive(context, waiters[:_MAX_WAITERS], float(graph.since[node]))
     return Hypothesis(
@@ -69,11 +70,11 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
     )
 
 
-def _started(context: DiagnosisContext, rows: slice, seq: int) -> set[int] | None:
-    """The members whose devices have started a collective; None unless it is known of all members."""
+def _started(context: DiagnosisContext, rows: slice, seq: int) -> set[int]:
+    """The members whose devices have started a collective; empty unless it is known of all members."""
     members = context.evidence.communicators
     if members.started is None or (members.started[rows] < 0).any():
-        return None
+        return set()
     return set(members.process[rows][members.started[rows] >= seq].tolist())
 
 

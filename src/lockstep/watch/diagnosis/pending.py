@@ -52,7 +52,8 @@ def find_pending(evidence: Evidence) -> PendingCollectives:
     since = np.fmax(members.entered_at, members.completed_at)
     elsewhere = np.zeros(len(waits), dtype=np.bool_)
     if members.on_device is not None and members.on_device.any():
-        elsewhere = unfinished & members.on_device & ~_is_reached(evidence, communicator, waits, completed + 1)
+        queued = waits & members.on_device
+        elsewhere = unfinished & members.on_device & ~_is_reached(evidence, communicator, queued, completed + 1)
         waits &= ~elsewhere
         if members.pending_at is not None:
             since = np.where(members.on_device, np.fmax(members.pending_at, members.completed_at), since)
@@ -68,16 +69,15 @@ def _first_missing(members: MembershipTable) -> IntArray:
 
 
 def _is_reached(
-    evidence: Evidence, communicator: IntArray, unfinished: NDArray[np.bool_], seq: IntArray
+    evidence: Evidence, communicator: IntArray, queued: NDArray[np.bool_], seq: IntArray
 ) -> NDArray[np.bool_]:
     """`[memberships]`: whether the device of the process has reached its first unfinished collective `seq` of the
-    communicator.
+    communicator. `queued` are those with unfinished collectives on a device.
 
     It has if it is known to have started it. It has not if it is known to have started earlier ones only while another
     member's device has started this one. Otherwise it has reached those that it was given first.
     """
     members = evidence.communicators
-    queued = unfinished & (np.zeros(len(seq), dtype=np.bool_) if members.on_device is None else members.on_device)
     reached = np.ones(len(seq), dtype=np.bool_)
     if members.pending_at is not None:
         oldest = np.full(len(evidence.processes.info), np.inf)

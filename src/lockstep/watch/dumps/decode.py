@@ -122,7 +122,8 @@ class DumpDecoder:
         trace.complete &= all(group.first <= 1 for group in trace.groups)
         if entries:
             trace.began = _CREATED(entries[0]) / 1e9 if trace.complete else float("nan")
-            trace.pending_lost = trace.wrapped and _is_pending(trace, entries[0])
+            overwritten = not trace.only_active and entries[0].get("record_id", 0) != 0
+            trace.pending_lost = overwritten and order_of(entries[0]) in {each.order for each in trace.unfinished}
         return trace
 
     def _decode_group(
@@ -197,12 +198,6 @@ class DumpDecoder:
             operation = parts[1][0] if "coalesced" in parts[1][0] else f"{parts[0][0]}+{parts[1][0]}"[:MAX_TEXT_CHARS]
             self.calls[signature] = (operation, parts[0][1], parts[0][2])
         return signature
-
-
-def _is_pending(trace: RankTrace, entry: dict[str, Any]) -> bool:
-    """Whether an entry is one of an operation that has not ended."""
-    pending = [each for group in trace.groups for each in (group.pending, *group.transfers) if each is not None]
-    return order_of(entry) in {each.order for each in pending}
 
 
 def _digest_old_blocks(group: CommunicatorTrace, entries: _Entries, sequences: Sequence[int]) -> int:

@@ -22,7 +22,6 @@ def bound_times(dumps: Sequence[RankDump]) -> dict[int, float]:
 
 def _timeout_at(dump: RankDump) -> float:
     """When the oldest unfinished operation of a rank times out; infinite if there is none."""
-    pending = [each for group in dump.trace.groups for each in (group.pending, *group.transfers) if each is not None]
-    since = min((each.since for each in pending if not math.isnan(each.since)), default=math.inf)
+    since = min((each.since for each in dump.trace.unfinished if not math.isnan(each.since)), default=math.inf)
     timeout = dump.trace.timeout_s
     return since + (DEFAULT_TIMEOUT_S if math.isnan(timeout) else timeout)

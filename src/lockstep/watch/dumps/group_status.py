@@ -6,7 +6,7 @@ names.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -53,13 +53,14 @@ def apply_status(trace: RankTrace, status: Any) -> None:
     may have overwritten them), and detects communicators with unrecorded calls."""
     if not isinstance(status, dict) or not status:
         return
-    _number_groups(trace, status)
+    by_number = {int(key): each for key, each in status.items() if isinstance(key, str) and _is_number(key)}
+    _number_groups(trace, by_number)
     without_number = [group for group in trace.groups if group.number < 0]
-    unmatched = [number for number in status if number not in {str(group.number) for group in trace.groups}]
-    if len(without_number) == len(unmatched) == 1 and unmatched[0].isdecimal():
-        without_number[0].number = int(unmatched[0])
+    unmatched = by_number.keys() - {group.number for group in trace.groups}
+    if len(without_number) == len(unmatched) == 1:
+        without_number[0].number = unmatched.pop()
     for group in trace.groups:
-        counters = status.get(str(group.number))
+        counters = by_number.get(group.number)
         if not isinstance(counters, dict):
             if group.number >= 0 and not group.sequence and not group.issued:
                 group.entered = group.completed = 0  # it has a number, and no call has been recorded with it
@@ -75,7 +76,7 @@ def apply_status(trace: RankTrace, status: Any) -> None:
         group.from_status, group.entered = True, max(entered, 0)
         group.completed = group.entered if trace.only_active or not trace.entries else max(completed, 0)
         if group.completed < group.entered:
-            group.pending = PendingEntry(-1, float("nan"), started=False)
+            group.pending = PendingEntry()
 
 
 def _recover_overwritten(group: CommunicatorTrace, completed: int) -> bool:
@@ -83,38 +84,37 @@ def _recover_overwritten(group: CommunicatorTrace, completed: int) -> bool:
     entry of a dump has ended, only this shows that the dump is not one of all active entries."""
     is_overwritten = not group.issued and group.ended < 0 and 0 <= completed < group.first - 1
     if is_overwritten:
-        group.completed, group.pending = completed, PendingEntry(-1, float("nan"), started=False)
+        group.completed, group.pending = completed, PendingEntry()
     return is_overwritten
 
 
-def _number_groups(trace: RankTrace, status: Mapping[str, Any]) -> None:
+def _number_groups(trace: RankTrace, numbers: Collection[int]) -> None:
     """Numbers the communicators without entries: those between two of known number, in the order of creation, if there
-    are exactly as many as numbers between them."""
-    named = [group for group in trace.groups if group.name.isdecimal() and len(group.name) < 10]
+    are exactly as many as numbers between them. `numbers` are those that the dump has counters of."""
+    named = [group for group in trace.groups if _is_number(group.name)]
     default = [group for group in trace.groups if "default_pg" in (group.name, group.description)]
     if len(default) == 1 and default[0].number < 0:
         default[0].number = 0
     if len({group.name for group in named}) < len(named):
         return
     named.sort(key=lambda group: int(group.name))
-    first_known = next((at for at, group in enumerate(named) if group.number >= 0), None)
-    if first_known is None or [g.number for g in named if g.number >= 0] != sorted({g.number for g in named} - {-1}):
+    known = [(at, group.number) for at, group in enumerate(named) if group.number >= 0]
+    ascending = sorted({number for _, number in known})
+    if not known or [number for _, number in known] != ascending:
         return
-    if named[first_known].number == first_known:
-        for at in range(first_known):
-            named[at].number = at
-    anchors = [at for at, group in enumerate(named) if group.number >= 0]
-    for low, high in pairwise(anchors):
-        if named[high].number - named[low].number == high - low:
+    for (low, first), (high, last) in pairwise([(-1, -1), *known]):
+        if last - first == high - low:
             for at in range(low + 1, high):
-                named[at].number = named[low].number + at - low
-    rest = range(anchors[-1] + 1, len(named))
-    last = named[anchors[-1]].number
-    if last == anchors[-1] and all(
-        last < int(each) < len(named) for each in status if each.isdecimal() and int(each) > last
-    ):
-        for at in rest:
+                named[at].number = first + at - low
+    newest, number = known[-1]
+    if newest == number and all(each < len(named) for each in numbers):
+        for at in range(newest + 1, len(named)):
             named[at].number = at
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text may be the number of a communicator; a hostile one may be very long."""
+    return text.isdecimal() and len(text) < 10
 
 
 def _member_list(ranks: Any) -> str:

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from lockstep.watch.diagnosis.evidence_types import UNKNOWN, CommunicatorInfo
-from lockstep.watch.diagnosis.operation_heads import (
+from lockstep.watch.dumps.communicators import DumpedCommunicator, name_communicators
+from lockstep.watch.dumps.dump_files import RankDump
+from lockstep.watch.dumps.operation_heads import (
     Channel,
     PendingOperation,
     Position,
     RankOperations,
     Transfer,
     collective_position,
-    find_heads,
     match_transfers,
 )
-from lockstep.watch.dumps.communicators import DumpedCommunicator, name_communicators
-from lockstep.watch.dumps.dump_files import RankDump
 from lockstep.watch.dumps.traces import PendingEntry
 
 _PART = re.compile(r"(?P<way>recv|send) \d+(?:<-|->)(?P<peer>\d+)")
@@ -56,7 +55,7 @@ class GroupRows:
 def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapping[int, RankDump]) -> list[GroupRows]:
     """The rows of all communicators, followed by those of the channels with unfinished sends or receives."""
     operations = _rank_operations(communicators, by_rank)
-    heads = {rank: find_heads(each.pending) for rank, each in operations.items()}
+    heads = {rank: each.heads for rank, each in operations.items()}
     uncertain = {rank for rank, own in heads.items() if by_rank[rank].trace.pending_lost or _is_opaque(own)}
     infos = name_communicators(communicators)
     found = []
@@ -90,7 +89,7 @@ def _collective_row(
     group = communicator.records.get(rank)
     if group is None:
         known = rank in by_rank and by_rank[rank].trace.complete
-        return MemberRow(rank, *((0, 0, math.nan, math.nan, UNKNOWN, UNKNOWN, False, 0) if known else ()))
+        return MemberRow(rank, entered=0, completed=0, issued=0) if known else MemberRow(rank)
     row = MemberRow(
         rank, group.entered, group.completed, group.entered_at, group.completed_at, issued=group.entered,
         member_list=crc32(group.members.encode()) if group.members else UNKNOWN, uncertain=group.uncertain,

@@ -1,11 +1,15 @@
 """Decides which ranks without a dump are accused."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from lockstep.watch.diagnosis.evidence_types import UNKNOWN
 from lockstep.watch.dumps.member_rows import GroupRows, MemberRow
 
 _MIN_WAITERS = 2
+
+_Places = Mapping[int, Sequence[tuple[int, MemberRow]]]
+"""The rows of each rank, each with the index of its group."""
 
 
 def accuse_missing(groups: Sequence[GroupRows], missing: Sequence[int]) -> dict[int, str]:
@@ -17,59 +21,57 @@ def accuse_missing(groups: Sequence[GroupRows], missing: Sequence[int]) -> dict[
     indirectly.
     """
     without = set(missing)
+    places: defaultdict[int, list[tuple[int, MemberRow]]] = defaultdict(list)
+    blocked: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
+    for at, group in enumerate(groups):
+        for row in group.rows:
+            places[row.rank].append((at, row))
+        blocker, waiters = _sole_blocker(group)
+        if blocker in without and waiters >= _MIN_WAITERS:
+            blocked[blocker].append((waiters, group.info.name))
     found: dict[int, str] = {}
     for rank in missing:
-        waits = [(group, waiting) for group in groups if (waiting := _waiting_for(group, rank))]
-        wide = [(group, waiting) for group, waiting in waits if len(waiting) >= _MIN_WAITERS]
-        if wide and not _may_wait(groups, rank, without):
-            group, waiting = max(wide, key=lambda each: len(each[1]))
+        if rank in blocked and not _may_wait(groups, places, rank, without):
+            waiters, name = max(blocked[rank], key=lambda each: each[0])
             found[rank] = (
-                f"no dump of rank {rank}, and {len(waiting)} ranks wait on {group.info.name!r} for which nobody else "
-                "can be late"
+                f"no dump of rank {rank}, and {waiters} ranks wait on {name!r} for which nobody else can be late"
             )
-    for group in groups:
-        for row in group.rows:
-            if row.rank in found:
-                waiting_at = [other.entered for other in group.rows if other.waits]
-                done = [other.completed for other in group.rows if other.completed != UNKNOWN]
-                row.entered = row.completed = min(waiting_at) - 1 if waiting_at else max(done, default=0)
+    for at, row in (place for rank in found for place in places[rank]):
+        row.entered = row.completed = _last_passed(groups[at])
     return found
 
 
-def _waiting_for(group: GroupRows, rank: int) -> list[MemberRow]:
-    """The members that wait in one collective that `rank` alone can block; empty if there are none. A member whose
-    device may not have started the collective can block it, too."""
-    if not any(row.rank == rank for row in group.rows):
-        return []
-    waiting = [row for row in group.rows if row.waits]
-    number = min((row.entered for row in waiting), default=UNKNOWN)
-    others = [row for row in group.rows if row.rank != rank]
-    alone = all(row.entered >= number and not row.uncertain and row.started >= number for row in others)
-    return [row for row in waiting if row.entered == number] if alone else []
+def _sole_blocker(group: GroupRows) -> tuple[int, int]:
+    """The only rank that can block the oldest collective in which members wait, and the number of these; `UNKNOWN` if
+    there are several, or none wait. A member whose device may not have started the collective can block it, too."""
+    waiting = [row.entered for row in group.rows if row.waits]
+    oldest = min(waiting, default=UNKNOWN)
+    blockers = [row.rank for row in group.rows if row.uncertain or min(row.entered, row.started) < oldest]
+    return blockers[0] if waiting and len(blockers) == 1 else UNKNOWN, waiting.count(oldest)
 
 
-def _may_wait(groups: Sequence[GroupRows], rank: int, missing: set[int]) -> bool:
+def _last_passed(group: GroupRows) -> int:
+    """The last collective that cannot be the one in which members wait."""
+    waiting = [row.entered for row in group.rows if row.waits]
+    return min(waiting) - 1 if waiting else max(0, *(row.completed for row in group.rows))
+
+
+def _may_wait(groups: Sequence[GroupRows], places: _Places, rank: int, missing: set[int]) -> bool:
     """Whether the rank may wait for another one: one on a common communicator that does not wait for `rank`."""
-    peers = {row.rank for group in groups if any(each.rank == rank for each in group.rows) for row in group.rows}
-    waiting = _dependents(groups, rank)
-    return bool(peers - waiting - missing - {rank})
+    peers = {row.rank for at, _ in places[rank] for row in groups[at].rows}
+    return bool(peers - _dependents(groups, places, rank) - missing)
 
 
-def _dependents(groups: Sequence[GroupRows], rank: int) -> set[int]:
-    """The ranks that wait for `rank`, directly or indirectly."""
-    blockers: dict[int, set[int]] = {}
-    for group in groups:
-        for row in group.rows:
-            if row.waits:
-                late = {each.rank for each in group.rows if each.entered < row.entered}
-                blockers.setdefault(row.rank, set()).update(late)
-    found = {rank}
-    return _grow(found, blockers)
-
-
-def _grow(found: set[int], blockers: Mapping[int, set[int]]) -> set[int]:
-    while True:
-        new = {waiter for waiter, late in blockers.items() if waiter not in found and late & found}
-        if not new:
-            return found
-        found |= new
+def _dependents(groups: Sequence[GroupRows], places: _Places, rank: int) -> set[int]:
+    """The rank and those that wait for it, directly or indirectly."""
+    found, todo = {rank}, [rank]
+    lowest: dict[int, int] = {}
+    """For each group, how far the last of the ranks found so far is: all that wait further on are found."""
+    while todo:
+        for at, own in places[todo.pop()]:
+            if at not in lowest or own.entered < lowest[at]:
+                lowest[at] = own.entered
+                new = {row.rank for row in groups[at].rows if row.waits and row.entered > own.entered} - found
+                found |= new
+                todo += new
+    return found

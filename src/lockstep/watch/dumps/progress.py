@@ -5,7 +5,8 @@ events, so their state never changes; that of the entry `coalesced` after them i
 entry has ended and the entry was left out or overwritten, or it has not been started.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import compress
 from operator import itemgetter, not_
 from typing import Any
@@ -14,7 +15,7 @@ from lockstep.watch.diagnosis.evidence_types import needs_all_members
 from lockstep.watch.dumps.dump_parser import MAX_TEXT_CHARS
 from lockstep.watch.dumps.traces import CommunicatorTrace, PendingEntry, RankTrace
 
-Entries = Sequence[Mapping[str, Any]]
+Entries = Sequence[dict[str, Any]]
 _BatchKey = tuple[int, int]
 _COALESCED = "coalesced"
 _MAX_TRANSFERS = 4096
@@ -36,9 +37,13 @@ def order_of(entry: Mapping[str, Any]) -> int:
 def has_ended(entries: Entries) -> list[bool]:
     """Which entries have ended. With gloo the `state` never changes, but `retired` entries have ended, successfully or
     not."""
-    if entries[-1]["profiling_name"].startswith("gloo"):
+    if _is_of_gloo(entries):
         return list(map(_RETIRED, entries))
     return [state == "completed" for state in map(_STATE, entries)]
+
+
+def _is_of_gloo(entries: Entries) -> bool:
+    return bool(entries[-1]["profiling_name"].startswith("gloo"))
 
 
 def has_started(entry: Mapping[str, Any]) -> bool:
@@ -47,12 +52,10 @@ def has_started(entry: Mapping[str, Any]) -> bool:
 
 
 def describe_recorder(trace: RankTrace, entries: Entries) -> None:
-    """Fills in what the entries show about the recorder: whether it has overwritten entries or leaves out completed
-    ones, notes starts, and the time-out of unfinished operations."""
+    """Fills in what the entries show about the recorder: whether it leaves out completed ones and notes starts,
+    and the time-out of unfinished operations."""
     open_entries = [entry for entry, ended in zip(entries, has_ended(entries), strict=True) if not ended]
-    nccl = not entries[-1]["profiling_name"].startswith("gloo")
-    trace.only_active = nccl and len(open_entries) == len(entries)
-    trace.wrapped = entries[0].get("record_id", 0) != 0 and not trace.only_active
+    trace.only_active = len(open_entries) == len(entries) and not _is_of_gloo(entries)
     trace.timed = any(entry.get("time_discovered_started_ns") for entry in entries)
     timeouts = [each for entry in open_entries if type(each := entry.get("timeout_ms")) is int and each > 0]
     trace.timeout_s = max(timeouts, default=float("nan")) / 1000
@@ -64,36 +67,49 @@ def split_off_transfers(group: CommunicatorTrace, entries: Entries, complete: bo
     A batch also takes a number of the collectives, on its own rank only. So the collectives are numbered anew: from the
     first one if the dump is `complete`, else from the oldest unfinished one, and then their counts are uncertain.
     """
-    batches: dict[_BatchKey, list[Mapping[str, Any]]] = {}
-    ends: dict[_BatchKey, Mapping[str, Any]] = {}
-    for entry in entries:
-        if entry["is_p2p"]:
-            batches.setdefault(_key(entry), []).append(entry)
-            text = operation_of(entry)
-            group.issued[text] = group.issued.get(text, 0) + 1
-    parts_of_collectives = {_key(e) for e in entries if not e["is_p2p"] and operation_of(e) != _COALESCED}
-    ends |= {_key(e): e for e in entries if operation_of(e) == _COALESCED and _key(e) not in parts_of_collectives}
-    batched = _batched_keys(batches, ends, {number for number, _ in parts_of_collectives})
-    for key in sorted({*batches, *ends}, key=lambda key: order_of((batches.get(key) or [ends[key]])[0])):
-        if key in batched:
-            end = ends.get(key)
-            if end is not None and not has_ended([end])[0]:
-                _append_pending(group, batches.get(key, []), end)
-        else:
-            for entry in batches[key]:
-                if not has_ended([entry])[0]:
-                    _append_pending(group, [entry], entry)
-    collectives = [dict(e) for e in entries if not e["is_p2p"] and _key(e) not in ends]
-    if batched and collectives:
-        if not complete:
-            collectives = [e for e, ended in zip(collectives, has_ended(collectives), strict=True) if not ended]
-            group.uncertain = True
-        numbers = {
-            number: at for at, number in enumerate(dict.fromkeys(e["collective_seq_id"] for e in collectives), 1)
-        }
-        for entry in collectives:
-            entry["collective_seq_id"] = numbers[entry["collective_seq_id"]]
-    return collectives
+    transfers = [entry for entry in entries if entry["is_p2p"]]
+    others = [entry for entry in entries if not entry["is_p2p"]]
+    group.issued = dict(Counter(map(operation_of, transfers)))
+    batches: dict[_BatchKey, list[dict[str, Any]]] = {}
+    for entry in transfers:
+        batches.setdefault(_key(entry), []).append(entry)
+    of_collectives = {_key(entry) for entry in others if operation_of(entry) != _COALESCED}
+    ends = {_key(e): e for e in entries if operation_of(e) == _COALESCED and _key(e) not in of_collectives}
+    batched = _batched_keys(batches, ends, {number for number, _ in of_collectives})
+    pending = [_pending(*each) for each in _operations(batches, ends, batched) if not has_ended([each[1]])[0]]
+    group.transfers = sorted(pending, key=lambda each: each.order)[:_MAX_TRANSFERS]
+    collectives = [entry for entry in others if _key(entry) in of_collectives]
+    if not batched or not collectives:
+        return collectives
+    group.uncertain = not complete
+    return _renumber(collectives, complete)
+
+
+def _operations(
+    batches: Mapping[_BatchKey, Entries], ends: Mapping[_BatchKey, dict[str, Any]], batched: Set[_BatchKey]
+) -> Iterator[tuple[Entries, dict[str, Any]]]:
+    """Batches and single sends and receives: their parts, and the entry that has their state. Batches without such an
+    entry are omitted."""
+    for key, end in ends.items():
+        yield batches.get(key, ()), end
+    for key, parts in batches.items():
+        if key not in batched:
+            yield from (([part], part) for part in parts)
+
+
+def _pending(parts: Entries, entry: dict[str, Any]) -> PendingEntry:
+    return PendingEntry(
+        order_of(parts[0] if parts else entry), entry["time_created_ns"] / 1e9, has_started(entry),
+        tuple(map(operation_of, parts)),
+    )  # fmt: skip
+
+
+def _renumber(collectives: Entries, complete: bool) -> list[dict[str, Any]]:
+    """Numbers collectives from the first one, or, if older ones may be missing, the unfinished ones."""
+    if not complete:
+        collectives = [e for e, ended in zip(collectives, has_ended(collectives), strict=True) if not ended]
+    numbers = {number: at for at, number in enumerate(dict.fromkeys(e["collective_seq_id"] for e in collectives), 1)}
+    return [each | {"collective_seq_id": numbers[each["collective_seq_id"]]} for each in collectives]
 
 
 def _key(entry: Mapping[str, Any]) -> _BatchKey:
@@ -116,14 +132,6 @@ def _batched_keys(
     return set(ends)
 
 
-def _append_pending(group: CommunicatorTrace, parts: Entries, entry: Mapping[str, Any]) -> None:
-    if len(group.transfers) < _MAX_TRANSFERS:
-        group.transfers.append(
-            PendingEntry(order_of(parts[0] if parts else entry), entry["time_created_ns"] / 1e9, has_started(entry),
-                         tuple(operation_of(each) for each in parts))
-        )  # fmt: skip
-
-
 def record_progress(group: CommunicatorTrace, entries: Entries, sequences: Sequence[int]) -> None:
     """Records the rank's progress from its collectives."""
     newest, gloo, ended = entries[-1], group.backend == "gloo", has_ended(entries)
@@ -132,7 +140,6 @@ def record_progress(group: CommunicatorTrace, entries: Entries, sequences: Seque
     group.completed = group.ended if group.ended >= 0 else group.first - 1
     if gloo:
         group.completed = min(compress(sequences, map(not_, ended)), default=group.entered + 1) - 1
-    group.timed_out = not gloo and not ended[-1] and bool(newest["retired"])
     certain = group.completed
     if gloo and group.completed == group.entered:  # the newest one may have failed: gloo retires it all the same
         certain -= 1
@@ -144,7 +151,8 @@ def record_progress(group: CommunicatorTrace, entries: Entries, sequences: Seque
             group.certain = sequence
             break
     group.uncertain |= gloo and group.operations > sequences[-1]
-    oldest = [entry for entry, number in zip(entries, sequences, strict=True) if number == group.completed + 1]
-    if oldest and group.completed < group.entered:
-        started = any(map(has_started, oldest))
-        group.pending = PendingEntry(order_of(oldest[0]), oldest[0]["time_created_ns"] / 1e9, started)
+    if group.completed < group.entered:
+        oldest = [entry for entry, number in zip(entries, sequences, strict=True) if number == group.completed + 1]
+        if oldest:
+            started = any(map(has_started, oldest))
+            group.pending = PendingEntry(order_of(oldest[0]), oldest[0]["time_created_ns"] / 1e9, started)

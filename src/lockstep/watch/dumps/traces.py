@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 class PendingEntry:
     """An operation that has not ended."""
 
-    order: int
+    order: int = -1
     """Its position among all operations of the process; -1 if its entry has been overwritten."""
-    since: float
+    since: float = float("nan")
     """When it was issued; NaN if unknown."""
-    started: bool
+    started: bool = False
     """True if the device has started it, as far as the recorder notes that."""
     parts: tuple[str, ...] = ()
     """The sends and receives in it: `recv 1<-0`, in ranks of the communicator."""
@@ -57,8 +57,6 @@ class CommunicatorTrace:
     """The key of the communicator in `pg_status`."""
     operations: int = -1
     """The number of operations started, including sends and receives."""
-    timed_out: bool = False
-    """True if the watchdog gave up waiting for the newest collective."""
     digested: int = -1
     """The number of the first block in `digests`; -1 if there is none."""
     digests: "array[int]" = field(default_factory=lambda: array("Q"))
@@ -92,8 +90,6 @@ class RankTrace:
     """Call sites: `train.py:31 in step`."""
     only_active: bool = False
     """True if completed entries are left out."""
-    wrapped: bool = False
-    """True if older entries have been overwritten."""
     pending_lost: bool = False
     """True if unfinished operations may have been overwritten, so that the oldest one is unknown."""
     timed: bool = False
@@ -102,3 +98,8 @@ class RankTrace:
     """The longest time-out of the operations that have not ended; NaN if unknown."""
     notes: list[str] = field(default_factory=list)
     """Problems with the dump, as text."""
+
+    @property
+    def unfinished(self) -> list[PendingEntry]:
+        """Of each communicator, the oldest collective and all sends and receives that have not ended."""
+        return [each for group in self.groups for each in (group.pending, *group.transfers) if each is not None]

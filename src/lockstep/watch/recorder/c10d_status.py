@@ -90,8 +90,8 @@ class C10dStatusReader:
         self.flight_recorders: list[FlightRecorder] = flight_recorders(c10d)
         self._by_number: dict[tuple[str, str], CommunicatorMember | None] = {}
         """Members by kind of the flight recorder and its number of the communicator; None for destroyed ones."""
-        self._checked: dict[int, float] = {}
-        """When the unfinished operations of a member were dumped last, by the member's id."""
+        self._checked: dict[tuple[str, str], float] = {}
+        """When the unfinished operations of a communicator were dumped last, by the same keys."""
 
     def update(self, members: Iterable[CommunicatorMember]) -> None:
         """Updates the counts of the members, which are given in the order of their creation."""
@@ -117,14 +117,14 @@ class C10dStatusReader:
         if member.blocks_host or not member.transfers.used:
             member.update_counts(counts)
             return
-        entered, now = member.sequence(), time.monotonic()
+        key, entered, now = (flight.kind, number), member.sequence(), time.monotonic()
         moves = entered != member.polled_counts.entered
         if not moves and (
-            member.polled_counts.completed == entered or now - self._checked.get(id(member), 0.0) < ACTIVE_CHECK_S
+            member.polled_counts.completed == entered or now - self._checked.get(key, 0.0) < ACTIVE_CHECK_S
         ):
             return
-        self._checked[id(member)] = now
-        unfinished = flight.unfinished(number)
+        self._checked[key] = now
+        unfinished = flight.unfinished(number)  # after `entered` was read: a collective that it lacks has completed
         scheduled = [int(each["collective_seq_id"]) for each in unfinished if each.get("state") == "scheduled"]
         completed = min((int(each["collective_seq_id"]) for each in unfinished), default=entered + 1) - 1
         started = min(scheduled, default=entered + 1) - 1 if member.starts_reported else NOT_REPORTED

@@ -129,16 +129,16 @@ class CommandInbox:
                 if command.op == "verdict":
                     self.verdict = command
 
-    def stalled(self, released_only: bool = False, after: float = 0.0) -> CollectiveStalled | None:
-        """The verdict of the last minute as an exception; None if there is none. If Lockstep has not released this
-        rank, also None with `released_only`, and if the verdict is from before `after` (Unix seconds)."""
+    def stalled(self, after: float = 0.0) -> CollectiveStalled | None:
+        """The verdict of the last minute as an exception; None if there is none, or if it is from before `after` (Unix
+        seconds) and Lockstep has not released this rank because of it."""
         with self._lock:
             self._read_new()
         newest = self.verdict
         if (
             newest is None
             or time.time() - newest.wall > VERDICT_MAX_AGE_S
-            or ((released_only or newest.wall < after) and not newest.body.get("freed"))
+            or (newest.wall < after and not newest.body.get("freed"))
         ):
             return None
         return CollectiveStalled(str(newest.body.get("text", "")), newest.body.get("verdict"))

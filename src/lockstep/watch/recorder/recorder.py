@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -400,7 +401,7 @@ def translate_error(error: Exception) -> Exception:
 def raise_if_stalled() -> None:
     """Raises CollectiveStalled if Lockstep has released this rank from a collective. Callers use it before steps that
     must not follow a failed collective: an optimizer step, a publish, a commit."""
-    found = None if _current is None else _current.inbox.stalled(released_only=True)
+    found = None if _current is None else _current.inbox.stalled(after=math.inf)
     if found is not None:
         raise found
 

@@ -113,15 +113,16 @@ class TransferTracker:
             return
         with self._lock:
             for transfer in [each for each in self._unfinished if each.is_completed()]:
-                self._unfinished.remove(transfer)
-                for handle in transfer.handles:
-                    _by_handle.pop(id(handle), None)
+                self._forget(transfer)
                 transfer.complete()
 
     def close(self) -> None:
         """Forgets the messages of a destroyed communicator."""
         with self._lock:
-            for transfer in self._unfinished:
-                for handle in transfer.handles:
-                    _by_handle.pop(id(handle), None)
-            self._unfinished.clear()
+            for transfer in list(self._unfinished):
+                self._forget(transfer)
+
+    def _forget(self, transfer: Transfer) -> None:
+        self._unfinished.remove(transfer)
+        for handle in transfer.handles:
+            _by_handle.pop(id(handle), None)

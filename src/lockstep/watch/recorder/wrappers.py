@@ -29,7 +29,7 @@ from lockstep.watch.recorder.operations import (
     get_rank_argument,
 )
 from lockstep.watch.recorder.torch_fit import missing_parameters
-from lockstep.watch.recorder.transfers import Message, transfer_of, waited_handles
+from lockstep.watch.recorder.transfers import Message, Transfer, TransferTracker, transfer_of, waited_handles
 
 _MAX_CACHED = 4096
 C10D_MODULE = "torch.distributed.distributed_c10d"
@@ -58,20 +58,25 @@ def in_recorded_call() -> bool:
     return get_ident() in _recording_threads
 
 
-@contextlib.contextmanager
-def recorded_wait(handle: Any) -> Iterator[None]:
+_UNRECORDED_WAIT = contextlib.nullcontext()
+
+
+def recorded_wait(handle: Any) -> contextlib.AbstractContextManager[None]:
     """Around a `wait()`: records that the process waits for a message."""
     if in_recorded_call():
         waited_handles[get_ident()] = handle
     found = transfer_of(handle)
-    if found is not None:
-        found[1].inside(1)
+    return _UNRECORDED_WAIT if found is None else _inside_transfer(*found)
+
+
+@contextlib.contextmanager
+def _inside_transfer(tracker: TransferTracker, transfer: Transfer) -> Iterator[None]:
+    transfer.inside(1)
     try:
         yield
     finally:
-        if found is not None:
-            found[1].inside(-1)
-            found[0].poll()
+        transfer.inside(-1)
+        tracker.poll()
 
 
 class CollectiveWrappers:

@@ -19,8 +19,8 @@ from lockstep.watch.beacon.beacon_records import (
     FLAG_REFUSED,
     MAX_COMMUNICATORS,
     MAX_TEXTS,
-    RINGS_AT,
     SEPARATOR,
+    TEXTS_AT,
     CommunicatorRecord,
 )
 from lockstep.watch.beacon.reader import read_beacon, read_calls
@@ -159,7 +159,7 @@ def test_a_torn_call_is_left_out(beacon):
     slot = open_slot_in(beacon)
     for number in (1, 2, 3):
         slot.leave(slot.enter(number, number, 5))
-    at = RINGS_AT + MAX_TEXTS * 192 + 8 * CALL_WORDS
+    at = TEXTS_AT + MAX_TEXTS * 192 + 8 * CALL_WORDS
     with Path(beacon.path).open("r+b") as file:
         os.pwrite(file.fileno(), struct.pack("<Q", 0), at)
     assert [call.number for call in read_calls(beacon.path, 0)] == [1, 3]

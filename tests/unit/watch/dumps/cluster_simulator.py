@@ -360,15 +360,12 @@ class _Program:
 
 SHAPES = [(t, p, d, e) for t in (1, 2, 4, 8) for p in (1, 2, 3, 4) for d in (1, 2, 4, 8) for e in (1, 2, 4)
           if d % e == 0 and 4 <= t * p * d <= 64]  # fmt: skip
-HOST_KINDS = ("host", "stopped", "killed")
 
 
-def make_cluster(seed: int, faults: tuple[Fault, ...] = (), shape: tuple[int, int, int, int] | None = None) -> Cluster:
+def make_cluster(seed: int, faults: tuple[Fault, ...] = ()) -> Cluster:
     """The job of a seed, not yet run."""
     rng = random.Random(seed)
-    tensor, pipeline, data, expert = shape or rng.choice(SHAPES)
-    if shape is not None:
-        rng.choice(SHAPES)
+    tensor, pipeline, data, expert = rng.choice(SHAPES)
     groups = _groups(tensor, pipeline, data, expert)
     cluster = Cluster(seed, tensor, pipeline, data, expert, groups, [[]] * (tensor * pipeline * data), faults)
     cluster.run_ahead, cluster.eager = rng.choice([4, 10, 30, 100]), rng.random() < 0.3

@@ -237,6 +237,16 @@ def test_gloo_with_unrecorded_calls_has_uncertain_counts() -> None:
     assert isinstance(read(content).groups[0], CommunicatorTrace)
 
 
+@pytest.mark.parametrize(
+    "key",
+    [0, None, (1, 2), "9" * 5000, "\u00b2", "-1"],
+    ids=["int", "none", "tuple", "long", "superscript", "negative"],
+)
+def test_counters_under_a_key_that_is_no_number_are_ignored(key: Any) -> None:
+    content = dump(stopped(), 0) | {"pg_status": {key: {"last_enqueued_collective": 99}}}
+    assert repr(read(content)) == repr(read(content | {"pg_status": {"x": None}}))
+
+
 def test_members_are_a_list_or_text_and_bounded() -> None:
     content = dump(stopped(), 0)
 

@@ -2,6 +2,8 @@
 
 On an asynchronous device a rank issues operations ahead, and waits only in its head: the oldest unfinished operation
 over all of its communicators. An operation behind the head has been issued, but the rank takes no part in it yet.
+`diagnosis.pending` applies this rule to times, all that beacons have. A dump has the exact order, so the evidence of
+dumps holds positions that the rule has been applied to, and no communicator in it counts as one on a device.
 
 A send from a to b and the receive of b from a are a collective of two members, numbered per direction and communicator:
 the i-th send meets the i-th receive. Sequence numbers of sends and receives cannot match them, because each rank counts
@@ -9,8 +11,9 @@ them over all of its peers. If all sends and receives since the start are known,
 from the oldest unfinished one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 Transfer = tuple[int, int]
 """(sending rank, receiving rank)."""
@@ -34,13 +37,19 @@ class PendingOperation:
     """True if the device is known to have started it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankOperations:
     """The unfinished operations of a rank."""
 
     pending: Sequence[PendingOperation] = ()
     issued: Mapping[Channel, int] | None = None
     """The number of sends and receives since the start; None if unknown."""
+
+    @cached_property
+    def heads(self) -> list[PendingOperation]:
+        """The oldest operations: one, or several if it is unknown which is the oldest; empty if all have ended."""
+        oldest = min((each.order for each in self.pending), default=0)
+        return [each for each in self.pending if each.order == oldest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +71,6 @@ class _Side:
     at_head: int = 0
     since: float = float("nan")
     started: bool = False
-
-
-def find_heads(pending: Iterable[PendingOperation]) -> list[PendingOperation]:
-    """The oldest operations: one, or several if it is unknown which is the oldest; empty if all have ended."""
-    operations = list(pending)
-    oldest = min((each.order for each in operations), default=0)
-    return [each for each in operations if each.order == oldest]
 
 
 def collective_position(heads: Sequence[PendingOperation], communicator: int, entered: int, completed: int) -> Position:
@@ -102,13 +104,12 @@ def match_transfers(ranks: Mapping[int, RankOperations]) -> dict[Channel, dict[i
 
 def _sides_of(operations: RankOperations) -> dict[Channel, _Side]:
     found: dict[Channel, _Side] = {}
-    for is_head, group in ((True, find_heads(operations.pending)), (False, operations.pending)):
-        for operation in group:
-            for source, target in operation.transfers:
-                side = found.setdefault((operation.communicator, source, target), _Side())
-                if is_head:
-                    side.at_head += 1
-                    side.since, side.started = operation.since, operation.started
-                else:
-                    side.pending += 1
+    for operation in operations.pending:
+        is_head = operation.order == operations.heads[0].order
+        for source, target in operation.transfers:
+            side = found.setdefault((operation.communicator, source, target), _Side())
+            side.pending += 1
+            if is_head:
+                side.at_head += 1
+                side.since, side.started = operation.since, operation.started
     return found
