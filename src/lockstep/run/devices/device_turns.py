@@ -21,7 +21,6 @@ class DeviceTurns:
 
     def __init__(self) -> None:
         self._users: list[DeviceUser] = []
-        self._current: DeviceUser | None = None
 
     @property
     def shared(self) -> bool:
@@ -33,19 +32,16 @@ class DeviceTurns:
         self._users.append(user)
 
     def begin(self, user: DeviceUser) -> None:
-        """Makes all other users leave the devices. Returns when they have, unless it is this user's turn already.
+        """Makes all other users leave the devices. Returns when they have.
 
         Raises:
             RemoteError, WorkerDied, Stalled: a trained role could not leave.
         """
-        if self._current is not user:
-            self.vacate(user)
-            self._current = user
+        self.vacate(user)
 
     def vacate(self, user: DeviceUser | None = None) -> None:
         """Makes all users leave the devices, except this one. Raises what `begin` raises."""
-        self._current = None
-        for each in self._users:
+        for each in self._users:  # those that left before as well: a replaced engine is back on the devices
             if each is not user:
                 each.offload()
 
