@@ -1,6 +1,6 @@
 """Roles that share devices (`placement.colocate`) take turns: before one of them computes, the others leave."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Protocol, TypeVar
 
@@ -72,12 +72,8 @@ class EngineTurn:
 def turns_by_role(config: RunConfig) -> dict[str, DeviceTurns]:
     """The turns of each trained and served role, and of `rollout`: the same object for roles that share devices."""
     names = [*(role.name for role in config.train_roles), *(role.name for role in config.serve_roles), "rollout"]
-    sets: dict[Hashable, DeviceTurns] = {}
-    found = {}
-    for name in names:
-        together = config.placement.set_of(name)
-        found[name] = sets.setdefault(together if len(together) > 1 else name, DeviceTurns())
-    return found
+    sets: dict[tuple[str, ...], DeviceTurns] = {}
+    return {name: sets.setdefault(config.placement.device_key(name), DeviceTurns()) for name in names}
 
 
 def divide_into_waves(roles: Iterable[T], turns: Callable[[T], DeviceTurns]) -> list[list[T]]:

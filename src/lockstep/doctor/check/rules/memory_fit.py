@@ -147,11 +147,11 @@ def _judge_set_memory(
     leave on it. Served roles leave nothing."""
     sets: dict[tuple[str, ...], list[str]] = {}
     for name in (*trained, *served):
-        sets.setdefault(config.placement.set_of(name), []).append(name)
+        sets.setdefault(config.placement.device_key(name), []).append(name)
     kept = {role.name: sum(_kept_while_offloaded(role, trained[role.name]).values()) for role in config.train_roles}
     full = {name: sum(parts.values()) for name, parts in trained.items()} | dict(served)
     usable = int(memory.bytes * (1 - RESERVE))
-    for names in (each for together, each in sets.items() if len(together) > 1 and len(each) > 1):
+    for names in (each for each in sets.values() if len(each) > 1):
         needs = {name: full[name] + sum(kept.get(other, 0) for other in names if other != name) for name in names}
         worst = max(needs, key=lambda name: needs[name])
         others = [f"{_size(kept[name])} that {name} keeps" for name in names if name != worst and kept.get(name)]
