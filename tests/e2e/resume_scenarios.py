@@ -11,7 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ControllerPosition, Ended, Launched, config, pause, prompts_used, task, train, weights, write
+from harness import (
+    ControllerPosition,
+    Ended,
+    Launched,
+    config,
+    metric_rows,
+    pause,
+    prompts_used,
+    task,
+    train,
+    weights,
+    write,
+)
 from safetensors.numpy import load_file
 
 from lockstep.base.folders import run_shm_dir
@@ -266,3 +278,27 @@ def assert_close(run: Path, other: Path) -> None:
         error = float(np.linalg.norm(found[name] - tensor) / np.linalg.norm(tensor))
         # The gradient of a key's bias cancels in the softmax; the remaining rounding error is scaled up by Adam.
         assert error < (1e-3 if name.endswith("k_proj.bias") else 1e-5), name
+
+
+def learned(run: Path) -> list[dict[str, float]]:
+    """What every step measured of rewards and models, without times."""
+    kept = ("policy/", "critic/", "reward/", "rewards/", "pairs/", "chosen/", "logps/")
+    return [
+        {name: value for name, value in row.items() if name.startswith(kept) and not name.endswith("/train_s")}
+        for row in metric_rows(run)
+    ]
+
+
+def assert_equal_runs(run: Path, other: Path) -> None:
+    """Check that the exported models, with a critic both, and what was measured of two runs are the same."""
+    rows = learned(other)
+    for folder in ("export", "critic/export") if "critic/loss" in rows[0] else ("export",):
+        name = Path(folder) / "model.safetensors"
+        assert (run / name).read_bytes() == (other / name).read_bytes(), folder
+    assert learned(run) == rows
+
+
+def assert_same(launched: Launched, whole: Path) -> None:
+    """Check that the run ended by itself, with the models and metrics of the undisturbed run."""
+    assert launched.finish() == 0, launched.text()
+    assert_equal_runs(launched.folder, whole)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Launched, build_once, config, metric_rows, task, write
+from harness import Launched, build_once, config, task, write
+from resume_scenarios import assert_same
 from test_recovery import kill_worker, replacements
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -65,31 +66,9 @@ def start(home: Path, folder: Path, hold: dict[str, Any] | None = None, **change
     return Launched.start(folder / "runs/together", str(write(folder, values)), hold=hold)
 
 
-def assert_same(launched: Launched, home: Path) -> None:
-    """Check that the run ended by itself, with the models and metrics of the run without shared devices."""
-    assert launched.finish() == 0, launched.text()
-    assert_equal_runs(launched.folder, home / "runs/apart")
-
-
-def assert_equal_runs(run: Path, other: Path) -> None:
-    """Check that policy, critic and metrics of two runs are the same."""
-    for folder in ("export", "critic/export"):
-        name = Path(folder) / "model.safetensors"
-        assert (run / name).read_bytes() == (other / name).read_bytes(), folder
-    assert measured(run) == measured(other)
-
-
-def measured(run: Path) -> list[dict[str, float]]:
-    kept = ("policy/", "critic/", "reward/")
-    return [
-        {name: value for name, value in row.items() if name.startswith(kept) and not name.endswith("/train_s")}
-        for row in metric_rows(run)
-    ]
-
-
 @pytest.mark.parametrize("sets", ["all", pytest.param("pairs", marks=pytest.mark.slow), "three"])
 def test_shared_devices_change_no_bit(apart: Path, tmp_path: Path, sets: str) -> None:
-    assert_same(start(apart, tmp_path, placement={"colocate": SETS[sets]}), apart)
+    assert_same(start(apart, tmp_path, placement={"colocate": SETS[sets]}), apart / "runs/apart")
 
 
 @pytest.mark.slow
@@ -105,6 +84,6 @@ def test_killed_processes_are_replaced_in_their_turn(apart: Path, tmp_path: Path
     kill_worker(launched, "critic-0")
     launched.wait_for("train", 3)
     kill_worker(launched, "policy-0")
-    assert_same(launched, apart)
+    assert_same(launched, apart / "runs/apart")
     found = set(replacements(launched.folder))
     assert {"reference-0.1", "reward_model_2-0.1", "critic-0.1", "policy-0.1"} <= found

@@ -1,8 +1,6 @@
 """Runs that learn from chosen completions of the policy: they follow an independent training loop, on any number of
 ranks, and survive kills bit by bit."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from harness import Launched, config, metric_rows, seeded_random, task, train, write
+from resume_scenarios import assert_same, learned
 from safetensors.torch import load_file
+from sort_examples import example, prepare_sorting
 from test_environment_runs import WORLD
-from test_preference_examples import ROOT, example
 from test_recovery import kill_worker, replacements
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -21,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from lockstep.data.sample_order import permutation
 from lockstep.data.samples import Completion, Group
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.xdist_group("online"), pytest.mark.timeout(400)]
 
@@ -178,7 +176,7 @@ def test_results_depend_on_neither_ranks_nor_rows(
 def test_the_reference_has_processes_of_its_own(home: Path) -> None:
     alone = train(home, settings(home, "online_dpo", "with-policy"))
     apart = train(home, settings(home, "online_dpo", "apart", reference={"ranks": 1}))
-    assert rows_of(apart) == rows_of(alone)
+    assert learned(apart) == learned(alone)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -226,12 +224,6 @@ def test_conversations_that_are_sampled_ahead(home: Path, recipe: str) -> None:
     assert [row.get("policy/tokens", 0) for row in rows] == learned and all(learned) and written
 
 
-def rows_of(run: Path) -> list[dict[str, float]]:
-    """What every step measured, without times."""
-    kept = ("policy/", "rewards/", "reward/", "pairs/", "chosen/", "logps/")
-    return [{name: value for name, value in row.items() if name.startswith(kept)} for row in metric_rows(run)]
-
-
 @pytest.fixture(scope="module")
 def whole(home: Path) -> dict[str, Path]:
     """Undisturbed runs on two ranks."""
@@ -245,14 +237,6 @@ def disturbed(home: Path, recipe: str, name: str, **changes: Any) -> dict[str, A
 def start(home: Path, tmp_path: Path, recipe: str, hold: dict[str, Any], **changes: Any) -> Launched:
     values = disturbed(home, recipe, "run", folder=str(tmp_path / "runs"), **changes)
     return Launched.start(tmp_path / "runs/run", str(write(tmp_path, values)), hold=hold)
-
-
-def assert_same(launched: Launched, whole: Path) -> None:
-    """Check that the run ended by itself with the weights and the metrics of the undisturbed run."""
-    assert launched.finish() == 0, launched.text()
-    name = "export/model.safetensors"
-    assert (launched.folder / name).read_bytes() == (whole / name).read_bytes()
-    assert rows_of(launched.folder) == rows_of(whole)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -292,11 +276,7 @@ def test_any_process_is_killed_in_any_stage(
 @pytest.fixture(scope="module")
 def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the data and the model with which the examples begin."""
-    home = tmp_path_factory.mktemp("sorting")
-    subprocess.run([sys.executable, ROOT / "examples/sort_data.py", home / "runs/sort-data"], check=True, timeout=60)
-    make_tiny(home / "runs/sort-model", alphabet="0123456789=", max_length=64)
-    train(home, example("sft", home))
-    return home
+    return prepare_sorting(tmp_path_factory.mktemp("sorting"), "sft_sort")
 
 
 @pytest.mark.slow
@@ -304,7 +284,7 @@ def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("seed", [11, 12, 13])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_examples_learn(sorting: Path, recipe: str, seed: int) -> None:
-    values = example(recipe, sorting, seed=seed, name=f"{recipe}-{seed}")
+    values = example(f"{recipe}_sort", sorting, seed=seed, name=f"{recipe}-{seed}")
     run = sorting / "runs" / values["name"]
     launched = Launched.start(run, str(write(sorting, values)))
     assert launched.finish(timeout_s=900) == 0, launched.text()

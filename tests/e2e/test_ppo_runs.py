@@ -1,15 +1,14 @@
 """Runs of PPO: they follow an independent training loop, on any number of ranks, and survive kills bit by bit."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import Launched, config, metric_rows, seeded_random, task, train, write
+from resume_scenarios import assert_same
 from safetensors.torch import load_file
-from test_preference_examples import ROOT, example
+from sort_examples import example, prepare_sorting
 from test_recovery import kill_worker, replacements
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -17,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from lockstep.data.sample_order import permutation
 from lockstep.data.samples import Completion, Group
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.xdist_group("ppo"), pytest.mark.timeout(400)]
 
@@ -239,24 +237,6 @@ def disturbed(home: Path, name: str, **changes: Any) -> dict[str, Any]:
     return {**values, **roles, "reward": reward}
 
 
-def assert_same(launched: Launched, whole: Path) -> None:
-    """Check that the run ended by itself, and that policy, critic and metrics are those of the undisturbed run."""
-    assert launched.finish() == 0, launched.text()
-    for folder in ("export", "critic/export"):
-        name = Path(folder) / "model.safetensors"
-        assert (launched.folder / name).read_bytes() == (whole / name).read_bytes(), folder
-    assert rows_of(launched.folder) == rows_of(whole)
-
-
-def rows_of(run: Path) -> list[dict[str, float]]:
-    """What every step measured of rewards, policy and critic, without times."""
-    kept = ("policy/", "critic/", "reward/")
-    return [
-        {name: value for name, value in row.items() if name.startswith(kept) and not name.endswith("/train_s")}
-        for row in metric_rows(run)
-    ]
-
-
 def start(home: Path, tmp_path: Path, hold: dict[str, Any], **changes: Any) -> Launched:
     values = disturbed(home, "ppo", folder=str(tmp_path / "runs"), **changes)
     return Launched.start(tmp_path / "runs/ppo", str(write(tmp_path, values)), hold=hold)
@@ -279,18 +259,14 @@ def test_processes_of_each_role_and_then_the_run_are_killed(home: Path, whole: P
 @pytest.fixture(scope="module")
 def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the data and the model with which the example begins."""
-    home = tmp_path_factory.mktemp("sorting")
-    subprocess.run([sys.executable, ROOT / "examples/sort_data.py", home / "runs/sort-data"], check=True, timeout=60)
-    make_tiny(home / "runs/sort-model", alphabet="0123456789=", max_length=64)
-    train(home, example("sft", home))
-    return home
+    return prepare_sorting(tmp_path_factory.mktemp("sorting"), "sft_sort")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [11, 12, 13])
 def test_the_example_learns(sorting: Path, seed: int) -> None:
-    values = example("ppo", sorting, seed=seed, name=f"ppo-{seed}")
+    values = example("ppo_sort", sorting, seed=seed, name=f"ppo-{seed}")
     run = sorting / "runs" / values["name"]
     launched = Launched.start(run, str(write(sorting, values)))
     assert launched.finish(timeout_s=900) == 0, launched.text()

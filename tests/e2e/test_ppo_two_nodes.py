@@ -9,7 +9,8 @@ from forked_controller import ENVIRONMENT
 from harness import Launched, task, train, write
 from network_namespaces import needs_namespaces
 from ray_hosts import Hosts, needs_ray
-from test_colocation import assert_equal_runs, make_scorer, settings
+from resume_scenarios import assert_equal_runs
+from test_colocation import make_scorer, settings
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(900), needs_namespaces]
 

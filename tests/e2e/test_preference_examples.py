@@ -2,44 +2,27 @@
 model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from harness import train
+from sort_examples import example, prepare_sorting
 
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.xdist_group("preference examples"), pytest.mark.timeout(1200),
 ]  # fmt: skip
 
-ROOT = Path(__file__).parents[2]
 TARGETS = {"dpo": 0.9, "kto": 0.9, "orpo": 0.65}
 """Exact match on held-out prompts, sampled at temperature 1."""
 SEEDS = (11, 12, 13)
 
 
-def example(example_name: str, home: Path, **changes: Any) -> dict[str, Any]:
-    """The config of an example with paths in `home`."""
-    values = yaml.safe_load(
-        (ROOT / "examples" / f"{example_name}_sort.yaml").read_text().replace("runs/", f"{home}/runs/")
-    )
-    return {**values, "folder": f"{home}/runs", **changes}
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the data, the model of the README's first command, and the one that sft_sort.yaml makes of it."""
-    home = tmp_path_factory.mktemp("examples")
-    subprocess.run([sys.executable, ROOT / "examples/sort_data.py", home / "runs/sort-data"], check=True, timeout=60)
-    make_tiny(home / "runs/sort-model", alphabet="0123456789=", max_length=64)
-    train(home, example("sft", home))
-    return home
+    return prepare_sorting(tmp_path_factory.mktemp("examples"), "sft_sort")
 
 
 def test_one_label_in_ten_is_wrong(home: Path) -> None:
@@ -59,7 +42,7 @@ def test_one_label_in_ten_is_wrong(home: Path) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", TARGETS)
 def test_an_example_learns(home: Path, name: str, seed: int) -> None:
-    run = train(home, example(name, home, seed=seed, name=f"{name}-{seed}"))
+    run = train(home, example(f"{name}_sort", home, seed=seed, name=f"{name}-{seed}"))
     summary = json.loads((run / "summary.json").read_text())
     start = 0.1 if name == "orpo" else 0.6
     with Ledger.reader(run) as ledger:
@@ -73,7 +56,7 @@ def test_an_example_learns(home: Path, name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_reward_model_learns(home: Path, seed: int) -> None:
-    run = train(home, example("reward", home, seed=seed, name=f"reward-{seed}"))
+    run = train(home, example("reward_sort", home, seed=seed, name=f"reward-{seed}"))
     with Ledger.reader(run) as ledger:
         accuracies = [row.metrics["eval/accuracy"] for row in ledger.evaluations()]
         trained = [row.values["policy/accuracy"] for row in ledger.metrics_rows()]

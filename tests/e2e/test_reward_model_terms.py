@@ -1,16 +1,14 @@
 """Runs whose rewards come from a reward model with another tokenizer than the policy's: transformers gives equal
 scores, and the result depends neither on the number of its ranks nor on kills."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from harness import Launched, build_once, config, metric_rows, task, train, untimed_rows, weights, write
+from sort_examples import example, prepare_sorting
 from test_recovery import kill_worker, recoveries, replacements
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -20,7 +18,6 @@ from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.xdist_group("reward-model-terms"), pytest.mark.timeout(400)]
 
-ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}\n{% endfor %}"
 
 
@@ -123,18 +120,7 @@ SEEDS = (11, 12, 13)
 @pytest.fixture(scope="module")
 def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs of sft_sort.yaml and reward_sort.yaml."""
-    home = tmp_path_factory.mktemp("sorting")
-    subprocess.run([sys.executable, ROOT / "examples/sort_data.py", home / "runs/sort-data"], check=True, timeout=60)
-    make_tiny(home / "runs/sort-model", alphabet="0123456789=", max_length=64)
-    for name in ("sft_sort", "reward_sort"):
-        train(home, example(name, home))
-    return home
-
-
-def example(stem: str, home: Path, **changes: Any) -> dict[str, Any]:
-    """The config of an example with paths in `home`."""
-    values = yaml.safe_load((ROOT / f"examples/{stem}.yaml").read_text().replace("runs/", f"{home}/runs/"))
-    return {**values, "folder": f"{home}/runs", **changes}
+    return prepare_sorting(tmp_path_factory.mktemp("sorting"), "sft_sort", "reward_sort")
 
 
 @pytest.mark.slow

@@ -196,6 +196,11 @@ class PlacementConfig(Section):
             return PLACED_ROLES if section in PLACED_ROLES else (section,)
         return next((roles for roles in self.colocate if section in roles), (section,))
 
+    def device_key(self, role: str) -> tuple[str, ...]:
+        """A value that roles have in common if they share devices, and else have not."""
+        together = self.set_of(role)
+        return together if len(together) > 1 else (role,)
+
     @property
     def shared(self) -> bool:
         """Whether engines and the policy's ranks take turns on the same devices."""

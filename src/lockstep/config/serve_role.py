@@ -61,9 +61,11 @@ class ServeRole(Section):
         return f"{self.section or self.name}.{name}"
 
 
-def reference_role(config: "RunConfig", reference: ReferenceConfig) -> ServeRole:
-    """The served role of a reference model with processes of its own."""
-    return ServeRole(
+def reference_roles(config: "RunConfig", reference: ReferenceConfig | None) -> tuple[ServeRole, ...]:
+    """The served role of a reference model with processes of its own, if there is one."""
+    if reference is None:
+        return ()
+    role = ServeRole(
         name="reference",
         model=reference.model(config.model),
         ranks=reference.ranks,
@@ -75,6 +77,7 @@ def reference_role(config: "RunConfig", reference: ReferenceConfig) -> ServeRole
         malloc=config.trainer.malloc,
         collective_timeout_s=config.trainer.collective_timeout_s,
     )
+    return (role,)
 
 
 def reward_model_roles(config: "RunConfig") -> dict[int, ServeRole]:

@@ -44,7 +44,6 @@ def best_completions(
         min_reward: none has a lower reward.
         mask_truncated: none was cut at the limit of tokens.
     """
-
     found = np.zeros(rollouts.rewards.shape, np.bool_)
     for row, group in zip(found, rollouts.groups, strict=True):
         rewards = _rewards(group)
@@ -93,6 +92,12 @@ def pair_statistics(pairs: Sequence[Pair | None]) -> dict[str, float]:
     }
 
 
+def longest_pair(pairs: Sequence[Pair | None]) -> int:
+    """Tokens of the longest pair, with both completions; 0 without any pair."""
+    present = (pair for pair in pairs if pair is not None)
+    return max((pair.prompt.size + pair.chosen.size + pair.rejected.size for pair in present), default=0)
+
+
 def choice_statistics(rollouts: Rollouts, chosen: np.ndarray) -> dict[str, float]:
     """Metrics of the chosen completions of a step: their number, and means over them of the reward and of the number of
     tokens that the model wrote.
@@ -116,9 +121,3 @@ def _rewards(group: Group) -> np.ndarray:
 
 def _learned(tokens: np.ndarray, mask: np.ndarray | None) -> int:
     return int(tokens.size if mask is None else np.count_nonzero(mask))
-
-
-def longest_pair(pairs: Sequence[Pair | None]) -> int:
-    """Tokens of the longest pair, with both completions; 0 without any pair."""
-    present = (pair for pair in pairs if pair is not None)
-    return max((pair.prompt.size + pair.chosen.size + pair.rejected.size for pair in present), default=0)

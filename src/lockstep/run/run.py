@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 GENERATION_STAGES = ("rollout", "evaluate")
 """Stages in which engines use the devices."""
-TRAINING_STAGES = ("reference", "logprobs", "scores", "train", "validate")
-"""Stages in which the trainer uses the devices."""
 
 
 class MissingRole(RuntimeError):
@@ -237,13 +235,10 @@ class Run:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times and shows a stage of the current step. Before engines generate, other roles leave their devices;
-        engines sleep while the trainer uses them."""
+        """Times and shows a stage of the current step. Before engines generate, other roles leave their devices."""
         with self.reporter.stage(name):
             if name in GENERATION_STAGES:
                 self.roles.before_generation()
-            if name in TRAINING_STAGES and self.config.placement.shared and self.roles.engines is not None:
-                self.roles.engines.sleep()
             yield
         self.recovery.flush()
 
@@ -292,8 +287,7 @@ class Run:
 
     def annotate(self, batch: TrainingBatch, without: Collection[str] = (), **others: TrainingBatch) -> None:
         """Adds to the batch's targets what the policy's objective needs before the first update of a step, such as old
-        log-probabilities and those of the reference. All roles compute at the same time,
-        unless they share devices.
+        log-probabilities and those of the reference. All roles compute at the same time, unless they share devices.
 
         Args:
             without: fields that this step does not need.

@@ -111,9 +111,7 @@ def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path,
     engines = SimpleNamespace(sleep=lambda: worker.calls.append(("sleep",)))
     a_step(run_of(tmp_path, worker, {"parameters": True}, "all", engines))
     calls = [call[0] for call in worker.calls]
-    assert calls == [
-        *("offload", "sleep", "sleep", "onload", "evaluate", "sleep", "step", "write_weights", "offload", "save")
-    ]
+    assert calls == [*("offload", "sleep", "onload", "evaluate", "sleep", "step", "write_weights", "offload", "save")]
     assert worker.calls[0] == ("offload", True, True), "the optimizer as well, as nothing says otherwise"
     worker.calls.clear()
     a_step(run_of(tmp_path / "stays", worker, {"parameters": False, "optimizer": False}, "all", engines))

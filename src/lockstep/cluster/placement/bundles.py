@@ -126,9 +126,7 @@ def _device_sets(
     roles = dict.fromkeys(each.role for each in sorted(requests, key=_place_in_order) if each.section in PLACED_ROLES)
     sets: dict[tuple[str, ...], dict[str, list[ProcessRequest]]] = {}
     for role in roles:
-        together = placement.set_of(role)
-        key = together if len(together) > 1 else (role,)
-        sets.setdefault(key, {})[role] = processes_of(requests, role)
+        sets.setdefault(placement.device_key(role), {})[role] = processes_of(requests, role)
     return list(sets.values())
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from lockstep.cluster.placement.bundles import COUNT_FIELD, ProcessRequest, processes_of
 from lockstep.config.cluster import PLACED_ROLES, PlacementConfig, RolePlacement
 
+Sets = Literal["all"] | tuple[tuple[str, ...], ...]
+"""A value of `placement.colocate`."""
 FitCheck = Callable[[Sequence[ProcessRequest], PlacementConfig], bool]
 
 MAX_SUGGESTIONS = 4
@@ -51,13 +54,30 @@ def _suggest_colocation(requests: list[ProcessRequest], placement: PlacementConf
     ranks, engines = processes_of(requests, "policy"), processes_of(requests, "rollout")
     if placement.shared or not ranks or not engines or not ranks[0].gpus:
         return
-    for text, sets in (("all", "all"), ("[policy,rollout]", (("policy", "rollout"),))):
-        if fits(requests, placement.model_copy(update={"colocate": sets})):
-            yield f"placement.colocate={text}"
-    together = placement.model_copy(update={"colocate": "all"})
     most = len(ranks) // engines[0].gpus
-    if most < len(engines) and most and fits(_keep_first(requests, "rollout", most), together):
-        yield f"placement.colocate=all with rollout.engine.count={most}"
+    fewer = [most] if 0 < most < len(engines) else []
+    for count in (len(engines), *fewer):
+        also = f" with rollout.engine.count={count}" if count < len(engines) else ""
+        for sets in _sets_with_engines(placement):
+            together = placement.model_copy(update={"colocate": sets})
+            if fits(_keep_first(requests, "rollout", count), together):
+                yield f"placement.colocate={_format_sets(sets)}{also}"
+
+
+def _sets_with_engines(placement: PlacementConfig) -> list[Sets]:
+    """Values of `colocate` with which engines share the policy's devices, and roles that share devices now still do:
+    `all`, and the present sets with the engines in the policy's, which is first where there are any sets."""
+    sets = () if placement.colocate == "all" else placement.colocate
+    added = ((*placement.set_of("policy"), "rollout"), *(roles for roles in sets if "policy" not in roles))
+    return [added, "all"] if sets else ["all", added]
+
+
+def _format_sets(sets: Sets) -> str:
+    """The value as in an override; one set needs no list around it."""
+    if isinstance(sets, str):
+        return sets
+    texts = [f"[{','.join(roles)}]" for roles in sets]
+    return texts[0] if len(texts) == 1 else f"[{','.join(texts)}]"
 
 
 def _suggest_narrower_engines(
@@ -158,15 +178,16 @@ def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig,
     open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in PLACED_ROLES}
     limited = any(role != getattr(placement, name) for name, role in open_.items())
     placement = placement.model_copy(update=open_)
-    initial = {role: len(processes_of(requests, role)) for role in COUNT_FIELD}
+    fields = {each.role: each.counted_by for each in requests}
+    initial = {role: len(processes_of(requests, role)) for role in fields}
     counts, width = dict(initial), max((each.gpus for each in requests if each.role == "rollout"), default=0)
     widest = width
     while width > 1 or any(count > 1 for count in counts.values()):
-        counts, width = {role: max(count // 2, min(count, 1)) for role, count in counts.items()}, max(width // 2, 1)
-        less = [each for each in requests if each.rank < counts.get(each.role, each.rank + 1)]
+        counts, width = {role: max(count // 2, 1) for role, count in counts.items()}, max(width // 2, 1)
+        less = [each for each in requests if each.rank < counts[each.role]]
         less = [replace(e, gpus=min(e.gpus, width)) if e.role == "rollout" else e for e in less]
         if fits(less, placement):
-            changed = [f"{field}={counts[role]}" for role, field in COUNT_FIELD.items() if counts[role] < initial[role]]
+            changed = [f"{field}={counts[role]}" for role, field in fields.items() if counts[role] < initial[role]]
             changed += [f"rollout.engine.tensor_parallel_size={width}"] if width < widest else []
             yield " with ".join(changed) + (" without nodes and gpus_per_node of the placement" if limited else "")
             return

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from lockstep.config.algorithm import BradleyTerry, CrossEntropy, PreferenceLoss
 from lockstep.config.run_config import DataKind, RunConfig, ValidationConfig
 from lockstep.config.section import with_defaults
-from lockstep.config.serve_role import ReferenceConfig, ServeRole, check_reference, reference_role
+from lockstep.config.serve_role import ReferenceConfig, ServeRole, check_reference, reference_roles
 from lockstep.config.trainer import TrainerConfig
 
 
@@ -79,8 +79,7 @@ class PreferenceConfig(RunConfig):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        references = () if self.reference is None else (reference_role(self, self.reference),)
-        return (*references, *super().serve_roles)
+        return (*reference_roles(self, self.reference), *super().serve_roles)
 
     @property
     def precomputed_fields(self) -> tuple[str, ...]:

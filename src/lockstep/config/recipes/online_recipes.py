@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from lockstep.config.algorithm import CrossEntropy, PreferenceLoss
 from lockstep.config.recipes.data_recipes import check_preference
 from lockstep.config.recipes.rollout_recipes import RolloutRecipe
-from lockstep.config.serve_role import ReferenceConfig, ServeRole, reference_role
+from lockstep.config.serve_role import ReferenceConfig, ServeRole, reference_roles
 
 
 class OnlineDPOConfig(RolloutRecipe):
@@ -34,8 +34,7 @@ class OnlineDPOConfig(RolloutRecipe):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        references = () if self.reference is None else (reference_role(self, self.reference),)
-        return (*references, *super().serve_roles)
+        return (*reference_roles(self, self.reference), *super().serve_roles)
 
     @model_validator(mode="after")
     def _check_loss(self) -> Self:

@@ -70,9 +70,8 @@ class PPOConfig(PolicyGradientRecipe):
         return self.critic.starting_tokenizer(self.reward.terms) if role.name == "critic" else None
 
     def passes_of(self, role: TrainRole) -> int:
-        if role.name != "critic":
-            return self.epochs
-        return max(self.epochs_of_critic(warmup=True) if self.critic.warmup_steps else 0, self.epochs)
+        warmup = self.epochs_of_critic(warmup=True) if role.name == "critic" else 0
+        return max(warmup, self.epochs)
 
     def epochs_of_critic(self, warmup: bool) -> int:
         """The critic's passes over the completions of a step.

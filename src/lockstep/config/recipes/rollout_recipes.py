@@ -9,7 +9,7 @@ from lockstep.config.algorithm import Advantage, AnyPolicyLoss, FilterGroups, GR
 from lockstep.config.reward import EnvironmentReward, RewardConfig, TaskReward
 from lockstep.config.rollout import SamplingConfig
 from lockstep.config.run_config import DataKind, Generation, RunConfig
-from lockstep.config.serve_role import ReferenceConfig, ServeRole, check_reference, reference_role
+from lockstep.config.serve_role import ReferenceConfig, ServeRole, check_reference, reference_roles
 from lockstep.config.train_role import TrainRole
 
 
@@ -113,8 +113,7 @@ class PolicyGradientRecipe(RolloutRecipe):
 
     @property
     def serve_roles(self) -> tuple[ServeRole, ...]:
-        references = () if self.reference is None else (reference_role(self, self.reference),)
-        return (*references, *super().serve_roles)
+        return (*reference_roles(self, self.reference), *super().serve_roles)
 
     @property
     def train_temperature(self) -> float:

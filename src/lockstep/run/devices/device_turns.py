@@ -1,6 +1,6 @@
 """Roles that share devices (`placement.colocate`) take turns: before one of them computes, the others leave."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Protocol, TypeVar
 
@@ -21,7 +21,6 @@ class DeviceTurns:
 
     def __init__(self) -> None:
         self._users: list[DeviceUser] = []
-        self._current: DeviceUser | None = None
 
     @property
     def shared(self) -> bool:
@@ -33,19 +32,16 @@ class DeviceTurns:
         self._users.append(user)
 
     def begin(self, user: DeviceUser) -> None:
-        """Makes all other users leave the devices. Returns when they have, unless it is this user's turn already.
+        """Makes all other users leave the devices. Returns when they have.
 
         Raises:
             RemoteError, WorkerDied, Stalled: a trained role could not leave.
         """
-        if self._current is not user:
-            self.vacate(user)
-            self._current = user
+        self.vacate(user)
 
     def vacate(self, user: DeviceUser | None = None) -> None:
         """Makes all users leave the devices, except this one. Raises what `begin` raises."""
-        self._current = None
-        for each in self._users:
+        for each in self._users:  # those that left before as well: a replaced engine is back on the devices
             if each is not user:
                 each.offload()
 
@@ -76,12 +72,8 @@ class EngineTurn:
 def turns_by_role(config: RunConfig) -> dict[str, DeviceTurns]:
     """The turns of each trained and served role, and of `rollout`: the same object for roles that share devices."""
     names = [*(role.name for role in config.train_roles), *(role.name for role in config.serve_roles), "rollout"]
-    sets: dict[Hashable, DeviceTurns] = {}
-    found = {}
-    for name in names:
-        together = config.placement.set_of(name)
-        found[name] = sets.setdefault(together if len(together) > 1 else name, DeviceTurns())
-    return found
+    sets: dict[tuple[str, ...], DeviceTurns] = {}
+    return {name: sets.setdefault(config.placement.device_key(name), DeviceTurns()) for name in names}
 
 
 def divide_into_waves(roles: Iterable[T], turns: Callable[[T], DeviceTurns]) -> list[list[T]]:

@@ -125,14 +125,7 @@ def prepare_run(
         raise FolderExists(folder, is_run=(folder / INDEX_FILE).is_file())
     nodes = None
     if host is None:
-        if config.cluster.kind == "ray" and uses_existing_cluster(config.cluster):
-            nodes = list_nodes(config.cluster)
-        host = host_resources(config.cluster, nodes)
-        for role in config.train_roles:
-            with naming_fields_in(role.section):
-                check_quantization(role.model, host.device)
-        if config.needs_engines and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
-            check_installed()
+        host, nodes = _find_resources(config, list_nodes)
     model, others = _measure_models(config, host.device)
     plan = make_plan(config, model, host, others)
     notes += placement_notes(config)
@@ -155,6 +148,23 @@ def prepare_run(
     if prepared.resuming:
         _check_same_data(prepared)
     return prepared
+
+
+def _find_resources(
+    config: RunConfig, list_nodes: Callable[[RayClusterConfig], list[NodeResources] | None]
+) -> tuple[HostResources, list[NodeResources] | None]:
+    """The resources to plan for, and the nodes of an existing Ray cluster if they are known. Checks that what is
+    installed can train the models and generate there."""
+    nodes = None
+    if config.cluster.kind == "ray" and uses_existing_cluster(config.cluster):
+        nodes = list_nodes(config.cluster)
+    host = host_resources(config.cluster, nodes)
+    for role in config.train_roles:
+        with naming_fields_in(role.section):
+            check_quantization(role.model, host.device)
+    if config.needs_engines and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
+        check_installed()
+    return host, nodes
 
 
 def trained_models(config: RunConfig, device: str) -> dict[str, ModelFacts]:

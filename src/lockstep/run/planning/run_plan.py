@@ -133,11 +133,7 @@ def _device_slots(config: RunConfig) -> tuple[dict[str, int], int]:
     owners: dict[tuple[str, ...], int] = {}
     count = 0
     for name, ranks in _rank_counts(config).items():
-        together = config.placement.set_of(name)
-        if len(together) > 1:
-            slots[name] = owners.setdefault(together, count)
-        else:
-            slots[name] = count
+        slots[name] = owners.setdefault(config.placement.device_key(name), count)
         count = max(count, slots[name] + ranks)
     return slots, count
 

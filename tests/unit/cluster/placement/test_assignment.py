@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -335,3 +336,40 @@ def test_fewer_ranks_of_another_trained_role_are_suggested() -> None:
     with pytest.raises(DoesNotFit) as caught:
         assign([*run(1), *critics[:4]], placement, [node(0)])
     assert "without placement.critic.nodes" in caught.value.alternatives
+
+
+def roles(**counts: int) -> list[ProcessRequest]:
+    """Ranks of the given roles on a GPU each."""
+    return [ProcessRequest(f"{role}-{n}", role, n, 1.0, 1) for role, count in counts.items() for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("colocate", "gpus", "would"),
+    [
+        ([["critic", "reward_model"]], 4, "placement.colocate=[[policy,rollout],[critic,reward_model]]"),
+        ([["critic", "reward_model"]], 2, "placement.colocate=all"),
+        ([["reference", "policy"]], 6, "placement.colocate=[reference,policy,rollout]"),
+        ([], 2, "placement.colocate=all"),
+    ],
+)
+def test_engines_are_added_to_the_sets_that_share_devices(colocate: Any, gpus: int, would: str) -> None:
+    """Roles that share devices now do so in what is suggested, which is an override that fits."""
+    wanted = roles(policy=2, critic=2, reward_model=2, reference=2 * ("reference" in str(colocate)), rollout=2)
+    nodes = [node(0, gpus=gpus)]
+    with pytest.raises(DoesNotFit) as caught:
+        assign(wanted, PlacementConfig(colocate=colocate), nodes)
+    assert caught.value.alternatives[0] == would
+    given = yaml.safe_load(would.partition("=")[2])
+    check(assign(wanted, PlacementConfig(colocate=given), nodes), wanted, nodes)
+
+
+def test_fewer_processes_are_suggested_by_the_fields_of_their_roles() -> None:
+    """Two reward models have a field each."""
+    wanted = [
+        ProcessRequest(f"{role}-{n}", role, n, 1.0, 1, count_field=f"reward.terms.{number}.ranks")
+        for number, role in enumerate(("reward_model", "reward_model_2"))
+        for n in range(2)
+    ]
+    with pytest.raises(DoesNotFit) as caught:
+        assign(wanted, PlacementConfig(), [node(0, gpus=2)])
+    assert list(caught.value.alternatives) == ["reward.terms.0.ranks=1 with reward.terms.1.ranks=1"]

@@ -134,6 +134,18 @@ def test_the_roles_of_a_set_need_what_computes_and_what_the_others_keep() -> Non
     assert [each.severity for each in memory_fit._judge_set_memory(run, trained, {}, enough)] == ["ok"]
 
 
+def test_the_remedy_for_a_set_is_about_the_roles_that_are_in_its_way() -> None:
+    """Not about a role with devices of its own, and not about offloading where a model alone is too large."""
+    values: dict[str, Any] = {"trainer": {"ranks": 2}, "placement": {"colocate": ["policy", "reference"]}}
+    run = CriticConfig.model_validate(BASE | values | {"critic": {"ranks": 4}, "token_budget": 2048})
+    trained = {role.name: rank_memory(role, 2048) for role in run.train_roles}
+    reference = 2 * sum(trained["policy"].values())
+    for usable, fix in ((reference * 1.01, "leave trainer.offload out"), (reference / 2, "use more ranks for")):
+        memory = ProcessMemory("cuda", int(usable / (1 - memory_fit.RESERVE)), "small")
+        (found,) = memory_fit._judge_set_memory(run, trained, {"reference": reference}, memory)
+        assert found.severity == "error" and found.fix.startswith(fix) and "critic" not in found.fix
+
+
 def test_too_little_memory_is_an_error_and_unknown_memory_is_unchecked() -> None:
     on_cpu = config(cluster={"device": "cpu"})
     assert by_id(judge(on_cpu, ProcessMemory("cpu", 32 << 30)))["memory"].severity == "error"

@@ -67,6 +67,16 @@ def test_engines_sleep_when_another_role_begins() -> None:
     assert slept == ["engines", "others", "engines"]
 
 
+def test_engines_that_were_replaced_during_a_turn_leave_before_the_next_call() -> None:
+    """A new engine is on the devices, whoever's turn it is."""
+    turns, slept = DeviceTurns(), []
+    user = User(turns)
+    EngineTurn(turns, lambda: slept.append("engines"), lambda: None)
+    user.compute()
+    user.compute()
+    assert slept == ["engines", "engines"] and user.on_device and not user.moves
+
+
 @given(st.lists(st.integers(0, 4), max_size=12))
 def test_waves_keep_the_order_of_those_that_share_devices(sets: list[int]) -> None:
     turns = [DeviceTurns() for _ in range(5)]

@@ -147,21 +147,26 @@ def _judge_set_memory(
     leave on it. Served roles leave nothing."""
     sets: dict[tuple[str, ...], list[str]] = {}
     for name in (*trained, *served):
-        sets.setdefault(config.placement.set_of(name), []).append(name)
+        sets.setdefault(config.placement.device_key(name), []).append(name)
     kept = {role.name: sum(_kept_while_offloaded(role, trained[role.name]).values()) for role in config.train_roles}
     full = {name: sum(parts.values()) for name, parts in trained.items()} | dict(served)
     usable = int(memory.bytes * (1 - RESERVE))
-    for names in (each for together, each in sets.items() if len(together) > 1 and len(each) > 1):
+    for names in (each for each in sets.values() if len(each) > 1):
         needs = {name: full[name] + sum(kept.get(other, 0) for other in names if other != name) for name in names}
         worst = max(needs, key=lambda name: needs[name])
-        others = [f"{_size(kept[name])} that {name} keeps" for name in names if name != worst and kept.get(name)]
-        terms = " + ".join([f"{_size(full[worst])} of {worst}", *others])
+        others = [role for role in config.train_roles if role.name in names and role.name != worst and kept[role.name]]
+        terms = " + ".join(
+            [
+                f"{_size(full[worst])} of {worst}",
+                *(f"{_size(kept[role.name])} that {role.name} keeps" for role in others),
+            ]
+        )
         text = f"{' and '.join(names)} share a GPU: at most {terms} = {_size(needs[worst])}, of {_size(memory.bytes)}"
         if needs[worst] <= usable:
             yield Finding("memory-set", "ok", "", text, source=ZERO)
         elif full[worst] <= usable or worst in served:
-            fields = [role.field("trainer.offload") for role in config.train_roles if kept.get(role.name)]
-            fix = f"leave {' and '.join(fields)} out" if others else f"use more ranks for {worst}"
+            fields = " and ".join(role.field("trainer.offload") for role in others)
+            fix = f"leave {fields} out" if full[worst] <= usable else f"use more ranks for {worst}"
             why = f"the rank runs out of memory in its first turn: only {_size(usable)} are usable"
             yield Finding("memory-set", "error", "", text, why, fix, ZERO)
 
