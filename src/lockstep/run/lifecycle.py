@@ -296,7 +296,7 @@ def _set_up_models(
             each.begin_setup()
         trained = {role.name: role for role in roles if role in wave}
         for name in trained:
-            turns[name].vacate()
+            turns[name].begin()
         ready = set_up_ranks([worker for worker in workers if worker.spec.role in trained])
         groups |= {name: TrainerGroup(*ready[name], role, turns[name]) for name, role in trained.items()}
         for each in loading:

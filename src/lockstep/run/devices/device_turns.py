@@ -31,16 +31,13 @@ class DeviceTurns:
         """Adds a user."""
         self._users.append(user)
 
-    def begin(self, user: DeviceUser) -> None:
-        """Makes all other users leave the devices. Returns when they have.
+    def begin(self, user: DeviceUser | None = None) -> None:
+        """Makes all users leave the devices, except the one whose turn begins, if it is one that has joined. Returns
+        when they have.
 
         Raises:
             RemoteError, WorkerDied, Stalled: a trained role could not leave.
         """
-        self.vacate(user)
-
-    def vacate(self, user: DeviceUser | None = None) -> None:
-        """Makes all users leave the devices, except this one. Raises what `begin` raises."""
         for each in self._users:  # those that left before as well: a replaced engine is back on the devices
             if each is not user:
                 each.offload()

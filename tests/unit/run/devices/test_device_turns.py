@@ -36,7 +36,7 @@ def test_one_user_at_a_time_is_on_the_devices(order: list[int]) -> None:
         assert [user.on_device for user in users] == [each == number for each in range(4)]
     changes = sum(one != other for one, other in pairwise(order))
     assert sum(user.moves for user in users) == changes
-    turns.vacate()
+    turns.begin()
     assert not any(user.on_device for user in users)
 
 
