@@ -224,10 +224,13 @@ def test_a_compiler_is_noticed_only_once_it_no_longer_works(site: Site) -> None:
     """The supervisor would notice a busy loop long before: see the test above."""
     site.start("compiles")
     site.start_fault()
-    event = site.until_event("policy-1", "notice", "confirmed", seconds=60.0)
+    site.until_event("policy-1", "notice", "confirmed", seconds=60.0)
     (state,) = [each for each in read_beacons(site.run) if each.name == "policy-1"]
     assert state.stage == "compile" and state.counters["compiler CPU ms"].value > 5000
-    assert "compiles()" in event.headline, event.headline
+    until(
+        lambda: any("compiles()" in each.headline for each in site.about("policy-1", "notice", "confirmed")),
+        15, "the line is named, on a busy machine after the first notice",
+    )  # fmt: skip
 
 
 def test_slow_progress_is_not_confirmed(site: Site) -> None:
