@@ -27,11 +27,11 @@ from lockstep.run.planning.resources import host_resources
 from lockstep.run.planning.run_plan import make_plan
 from lockstep.train.checkpoints.checkpoint_retention import checkpoint_bytes, remove_checkpoint, remove_leftovers
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
-from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, TrainerUnsupported
 from lockstep.train.trainer_kinds import TRAINERS
 
-TIGHT = 1e-5
+TIGHT = 1e-5 if tr.DEVICE == "cpu" else 2e-4
+"""Relative; the order of a GPU's sums differs."""
 ON_ONE_RANK = [*tr.VARIANTS, "again", "resume", "gathered", "export", "non_finite", "memory", "adapter"]
 
 Results = dict[str, list[tr.Result]]
@@ -82,19 +82,25 @@ def folder(kind: str, models: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def alone(folder: Path, kind: str) -> Results:
     """Results of the cases with one rank, in this process."""
     names = [name for name in tr.cases_of(kind, folder) if name in ON_ONE_RANK]
-    return {name: [tr.SUITE[name](kind, folder, ParallelContext(), 0)] for name in names}
+    return {name: [tr.SUITE[name](kind, folder, tr.alone(), 0)] for name in names}
 
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, kind: str, alone: Results) -> Results:
     """Results of the cases on two ranks. They load checkpoints of the cases with one rank."""
+    if tr.DEVICE == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
     found = tr.launch(folder, 2, [f"{kind}:{name}" for name in tr.cases_of(kind, folder)])
     return {name.partition(":")[2]: results for name, results in found.items()}
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
-def results(request: pytest.FixtureRequest, alone: Results, pair: Results) -> Results:
-    return alone if request.param == 1 else pair
+def results(request: pytest.FixtureRequest, alone: Results) -> Results:
+    """Two ranks are started only where a test wants them: one GPU is not enough for them."""
+    if request.param == 1:
+        return alone
+    found: Results = request.getfixturevalue("pair")
+    return found
 
 
 def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -159,7 +165,7 @@ def test_two_identical_runs_agree_bit_by_bit(results: Results) -> None:
 def test_an_empty_microbatch_changes_nothing(kind: str, folder: Path, pair: Results) -> None:
     both = pair["empty"]
     assert [result.extra["empty"] for result in both] == [False, True]
-    one = tr.empty(kind, folder, ParallelContext(), 0)
+    one = tr.empty(kind, folder, tr.alone(), 0)
     assert apart(weights_of(both), weights_of([one])) < TIGHT
     assert both[1].metrics[0]["loss"] == pytest.approx(one.metrics[0]["loss"], rel=TIGHT)
     assert both[0].metrics[0]["tokens"] == int(tr.documents()[0].loss_mask.sum())
@@ -191,9 +197,9 @@ def test_evaluate_gives_the_log_probabilities_of_transformers(kind: str, folder:
     with torch.no_grad():
         logprobs, entropies = tr._sequences(model)
     for row, found in zip(everything.by_rank[0], values, strict=True):
-        assert found["logprobs"] == pytest.approx(logprobs[row.index].numpy(), abs=1e-5)
-        assert found["entropy"] == pytest.approx(entropies[row.index].numpy(), abs=1e-5)
-        assert found["reference_logprobs"] == pytest.approx(found["logprobs"], abs=1e-6)
+        assert found["logprobs"] == pytest.approx(logprobs[row.index].numpy(), abs=TIGHT)
+        assert found["entropy"] == pytest.approx(entropies[row.index].numpy(), abs=TIGHT)
+        assert found["reference_logprobs"] == pytest.approx(found["logprobs"], abs=TIGHT / 10)
         assert found["logprobs"].dtype == "float32"
 
 
@@ -542,7 +548,7 @@ def test_an_unknown_kind_is_refused_by_the_config(folder: Path) -> None:
 def test_the_service_on_two_ranks(pair: Results) -> None:
     for rank, result in enumerate(pair["service"]):
         info = result.extra["info"]
-        assert (info.rank, info.world, info.device, info.compute_dtype) == (rank, 2, "cpu", "float32")
+        assert (info.rank, info.world, info.device, info.compute_dtype) == (rank, 2, str(tr.device_of(rank)), "float32")
         assert info.packing == "forest", info.packing_reason
         assert info.reference
         assert info.context_length == 256

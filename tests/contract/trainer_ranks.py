@@ -41,6 +41,8 @@ from lockstep.train.trainer_service import TrainerService
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import recorder
 
+DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
+"""`cuda` runs the contract on GPUs, one for each rank: `script/gpu trainer`."""
 TEMPERATURE = 0.8
 LR = 2e-3
 FAMILIES = ("qwen2", "llama")
@@ -62,7 +64,7 @@ def config(
     common: dict[str, Any] = {
         "name": "contract",
         "steps": 10,
-        "model": {"path": str(folder / family), **(model or {})},
+        "model": {"path": str(folder / family), "dtype": "float32", **(model or {})},
         "data": {"path": "unused.jsonl"},
         "trainer": {
             # a larger eps: else AdamW turns gradients that are only rounding errors into full updates
@@ -127,9 +129,18 @@ def batch_of(
     return pack(forest_from_rollouts(*rollouts()), ranks, budget, mode)
 
 
+def alone() -> ParallelContext:
+    """One rank, without communicators."""
+    return ParallelContext(device=device_of(0))
+
+
+def device_of(rank: int) -> torch.device:
+    return torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device(DEVICE)
+
+
 def create(role: TrainRole, ranks: ParallelContext | None = None) -> Trainer:
     """One rank of the role's trainer; alone, without `ranks`."""
-    return trainer_kind(role).create(role, ranks or ParallelContext(), 1)
+    return trainer_kind(role).create(role, ranks or alone(), 1)
 
 
 def minibatch_of(trainer: Trainer, batch: TrainingBatch, role: TrainRole, rank: int = 0) -> MiniBatch:
@@ -164,7 +175,7 @@ class Result:
 
 def rows_of_all(trainer: Trainer) -> dict[str, tuple[int, Tensor]]:
     """First row and rows of each weight that this rank publishes, by name."""
-    return {shard.name: (shard.offset, shard.tensor.clone()) for shard in trainer.shards()}
+    return {shard.name: (shard.offset, shard.tensor.clone().cpu()) for shard in trainer.shards()}
 
 
 def take_steps(trainer: Trainer, rows: list[MicroBatch[np.ndarray]], steps: int) -> list[dict[str, float]]:
@@ -311,7 +322,7 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
         # with a beacon, as in a run: collectives are recorded, and mismatched ones would be refused
         os.environ["LOCKSTEP_BEACONS"] = str(folder / "beacons")
         open_beacon(f"contract-{port}", f"policy-{rank}", "policy", rank)
-        ranks = join_ranks(rank, world, torch.device("cpu"), f"tcp://127.0.0.1:{port}", "gen1/policy", 60, replicas)
+        ranks = join_ranks(rank, world, device_of(rank), f"tcp://127.0.0.1:{port}", "gen1/policy", 60, replicas)
         for name in names:
             started = time.monotonic()
             result = cases[name](folder, ranks, port)
@@ -396,7 +407,7 @@ def gathered(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Resu
         buckets = list(trainer.gather_weights([wanted[:5], wanted[5:]], everyone))
         assert len(buckets) == 2
         pieces = {name: each for bucket in buckets if bucket is not None for name, each in bucket.items()}
-        values = {name: torch.cat(pieces[name]).view(dtype).clone() for name, dtype in wanted if name in pieces}
+        values = {name: torch.cat(pieces[name]).view(dtype).clone().cpu() for name, dtype in wanted if name in pieces}
         result.extra["everyone" if everyone else "first"] = values
     return result
 
@@ -512,7 +523,7 @@ def service(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Resul
         rank=ranks.rank,
         world=ranks.world,
         store=f"tcp://127.0.0.1:{port}",
-        device="cpu",
+        device=str(ranks.device),
         generation=2,
     )
     info = served.setup()
@@ -537,7 +548,7 @@ def absent(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result
 
     role = config(folder, "llama", "sft", kind=kind).policy
     place = f"tcp://127.0.0.1:{port}"
-    short = join_ranks(ranks.rank, ranks.world, torch.device("cpu"), place, "gen3/policy", ABSENT_LIMIT_S)
+    short = join_ranks(ranks.rank, ranks.world, ranks.device, place, "gen3/policy", ABSENT_LIMIT_S)
     trainer = create(role, short)
     result = Result(ranks.rank)
     started = time.monotonic()

@@ -179,3 +179,34 @@ def test_a_quantized_base_trains_its_adapter(tmp_path: Path, kind: str, adapter:
     assert len(gaps) == 3 and max(gaps) < 0.3, "the engine serves the dequantized weights"
     exported = AutoModelForCausalLM.from_pretrained(run / "export")
     assert getattr(exported.config, "quantization_config", None) is None
+
+
+def test_a_sleeping_engine_frees_its_caches_and_goes_back_to_work(folder: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
+    engine = BuiltinEngine(lm, AutoTokenizer.from_pretrained(folder), max_rows=64)
+    prompt = np.arange(4, 40, dtype=np.int32)
+
+    def complete(name: str) -> list[int]:
+        engine.submit([Request(name, name, prompt, 3, max_tokens=20, ignore_eos=True)])
+        while not (done := engine.step()):
+            pass
+        return list(done[0].tokens)
+
+    before, held = complete("before"), torch.cuda.memory_allocated()
+    engine.sleep()
+    assert torch.cuda.memory_allocated() < held
+    engine.wake()
+    assert complete("after") == before
+
+
+def test_ppo_whose_roles_take_turns_on_one_gpu(tmp_path: Path) -> None:
+    """Policy, critic, reference, two reward models and an engine; with `all`, one of them at a time is on the GPU."""
+    from harness import task, train
+    from test_colocation import make_scorer, settings
+
+    home = task(tmp_path)
+    make_scorer(home)
+    run = train(home, settings(home, "all", placement={"colocate": "all"}, cluster={"kind": "local", "device": "cuda"}))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["policy/engine_gap_max"] for row in rows if "policy/engine_gap_max" in row]
+    assert gaps and max(gaps) < 0.3

@@ -1,0 +1,1 @@
+"""What needs a GPU: tests, and the measurements whose table is in docs/gpu.md. `script/gpu` runs it."""
