@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lockstep.base.secrets import redact_text
 from lockstep.convert.errors import NotConvertible
+from lockstep.convert.refused_programs import check_convertible
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
 from lockstep.doctor.configs.config_settings import (
     UNKNOWN_VALUE,
@@ -92,9 +93,12 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
         document, folder = parse_config(text, f"{COMMAND_LINE}.sh", certain=True), Path()
     if document.tree is not None:
         return _read_tree(framework, document)
-    jobs = [job for job in find_training_commands(document.commands) if job.framework == framework]
+    found = find_training_commands(document.commands)
+    jobs = [job for job in found if job.framework == framework]
     if not jobs:
-        raise NotConvertible(f"{_shown(document.file)}: it starts no training of {FRAMEWORKS[framework]}")
+        served = framework == "trl" and any(job.framework == "vllm-serve" for job in found)
+        serves = ", only a server: a run starts its engines itself" if served else ""
+        raise NotConvertible(f"{_shown(document.file)}: it starts no training of {FRAMEWORKS[framework]}{serves}")
     if len(jobs) > 1:
         lines = ", ".join(str(job.location.line) for job in jobs)
         raise NotConvertible(
@@ -125,6 +129,7 @@ def _shown(file: str) -> str:
 
 
 def _read_openrlhf(job: TrainingCommand, folder: Path) -> SourceCommand:
+    check_convertible("openrlhf", job.program)
     if job.program not in option_programs("openrlhf"):
         known = ", ".join(option_programs("openrlhf"))
         raise NotConvertible(f"{job.program} is not converted: only {known}")
@@ -141,6 +146,7 @@ def _verl_options(settings: ConfigSettings) -> dict[str, OptionSpec]:
 
 
 def _read_verl(job: TrainingCommand, folder: Path) -> SourceCommand:
+    check_convertible("verl", job.program)
     settings = ConfigSettings()
     rest = add_overrides(settings, job.words)
     options = _verl_options(settings)
@@ -177,6 +183,7 @@ def _other_defaults(tree: Mapping[str, Any]) -> list[str]:
 
 def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
     """Reads the options of a command, and those of the YAML file that it names with `--config`, which they override."""
+    check_convertible("trl", job.program)
     own = job.program.endswith(".py")
     program = trl_program(job.program, ConfigSettings())
     arguments = ConfigSettings()

@@ -167,6 +167,8 @@ _MODULES = (
     (re.compile(r"trl[./]scripts[./](?:grpo|sft|dpo|kto|reward|rloo)"), "trl"),
 )
 TRL_COMMANDS = ("grpo", "rloo", "sft", "dpo", "kto", "reward")
+_OTHER_TRL_COMMANDS = ("distillation",)
+"""Those of which the options are not known."""
 _TRAINING_FLAG = re.compile(
     r"--(per[_-]device[_-]train[_-]batch[_-]size|model[_-]name[_-]or[_-]path|output[_-]dir|deepspeed)\b"
 )
@@ -190,7 +192,7 @@ def _training_command(command: ShellCommand) -> TrainingCommand | None:
                 name = match[0].replace("/", ".") if match else program
                 return _make_command(framework, name, index, words, shell)
         if text == "trl" and index + 1 < len(texts):
-            if texts[index + 1] in TRL_COMMANDS:
+            if texts[index + 1] in (*TRL_COMMANDS, *_OTHER_TRL_COMMANDS):
                 return _make_command("trl", texts[index + 1], index + 1, words, shell)
             if texts[index + 1] == "vllm-serve":
                 return _make_command("vllm-serve", "vllm-serve", index + 1, words, shell)
@@ -218,7 +220,7 @@ def _make_command(
             job.shell[match[1]] = ShellWord(word.text[match.end() :], word.location)
     _read_runtime_environment(job, before)
     job.launcher = _launch_command(before)
-    if framework == "trl" and program in TRL_COMMANDS:
+    if framework == "trl" and program in (*TRL_COMMANDS, *_OTHER_TRL_COMMANDS):
         _split_accelerate_options(job)
     return job
 
