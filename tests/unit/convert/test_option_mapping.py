@@ -16,7 +16,7 @@ KNOWN = {key for recipe in RECIPES.values() for key in dotted_keys(recipe)}
 PROGRAMS = [
     *[("openrlhf", each, frozenset(option_table("openrlhf", each).options)) for each in option_programs("openrlhf")],
     ("verl", VERL_PROGRAM, frozenset(option_table("verl", VERL_PROGRAM).options)),
-    *[("trl", program, frozenset(trl_options(program))) for program in TRL_COMMANDS],
+    *[("trl", program, frozenset(trl_options(program))) for program in (*TRL_COMMANDS, "online_dpo")],
 ]  # fmt: skip
 
 
