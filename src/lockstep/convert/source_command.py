@@ -31,6 +31,8 @@ from lockstep.doctor.configs.verl_settings import VERL_PROGRAM
 SourceFramework = Literal["openrlhf", "verl", "trl"]
 FRAMEWORKS: Mapping[str, str] = {"openrlhf": "OpenRLHF", "verl": "verl", "trl": "TRL"}
 """The names of the frameworks, by the value of `--from`."""
+SFT_PROGRAMS = ("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray")
+"""verl's programs for supervised fine-tuning; Ray starts the ranks of the last one."""
 COMMAND_LINE = "command line"
 MAX_COMMAND = 1 << 20
 """Characters of a command that is given as an argument."""
@@ -39,13 +41,14 @@ _HYDRA_FLAGS = {
     "-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir",
 }  # fmt: skip
 _OWN_CONFIGS = {
-    "--config-name": "/ppo_trainer",
-    "--config-path": "/verl/trainer/config",
-    "--config-dir": "/verl/trainer/config",
+    "--config-name": ("/ppo_trainer", "/ppo_megatron_trainer", "/sft_trainer", "/sft_trainer_engine"),
+    "--config-path": ("/verl/trainer/config",),
+    "--config-dir": ("/verl/trainer/config",),
 }
 """What Hydra's flags name where they name verl's own config, at the end of their values."""
 _OWN_DEFAULTS = (
-    "_self_", "ppo_trainer", "dp_actor", "dp_ref", "dp_critic", "dp_reward_model", "dp_reward_loop", "legacy_data",
+    "_self_", "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "profiler",
+    "dp_actor", "dp_ref", "dp_critic", "dp_reward_model", "dp_reward_loop", "legacy_data",
     "rollout", "hf_model", "rollout_correction", "reward", "reward_model", "dp", "fsdp", "None",
 )  # fmt: skip
 """The parts of which verl's own config consists."""
@@ -140,8 +143,9 @@ def _read_openrlhf(job: TrainingCommand, folder: Path) -> SourceCommand:
     return SourceCommand("openrlhf", job.program, settings, table.at(version), job.location, words=tuple(rest))
 
 
-def _verl_options(settings: ConfigSettings) -> dict[str, OptionSpec]:
-    table = option_table("verl", VERL_PROGRAM)
+def _verl_options(program: str, settings: ConfigSettings) -> dict[str, OptionSpec]:
+    known = program.removesuffix("_ray") if program in SFT_PROGRAMS else VERL_PROGRAM
+    table = option_table("verl", known)
     return table.at(table.version_for(setting.name for setting in settings))
 
 
@@ -149,9 +153,20 @@ def _read_verl(job: TrainingCommand, folder: Path) -> SourceCommand:
     check_convertible("verl", job.program)
     settings = ConfigSettings()
     rest = add_overrides(settings, job.words)
-    options = _verl_options(settings)
+    program = _verl_program(job.program, settings)
+    options = _verl_options(program, settings)
     kept = _add_other_configs(settings, rest)
-    return SourceCommand("verl", job.program, settings, options, job.location, words=tuple(kept), flags=False)
+    return SourceCommand("verl", program, settings, options, job.location, words=tuple(kept), flags=False)
+
+
+def _verl_program(name: str, settings: ConfigSettings) -> str:
+    """The program whose options a command or a file has: by its name, without one by an option of each."""
+    if "sft" not in name and name:
+        return name
+    older = "model.partial_pretrain" in settings or "fsdp_sft" in name
+    if not older and not name and not ("model.path" in settings and "optim.lr" in settings):
+        return VERL_PROGRAM
+    return SFT_PROGRAMS[0] if older else SFT_PROGRAMS[2] if name.endswith("_ray") else SFT_PROGRAMS[1]
 
 
 def _add_other_configs(settings: ConfigSettings, words: Sequence[ShellWord]) -> list[ShellWord]:
@@ -268,7 +283,8 @@ def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCo
     if framework == "openrlhf":
         raise NotConvertible(f"{document.file}: OpenRLHF has no config files, only command lines: give the script")
     if framework == "verl":
-        source = SourceCommand("verl", VERL_PROGRAM, settings, _verl_options(settings), location)
+        program = _verl_program("", settings)
+        source = SourceCommand("verl", program, settings, _verl_options(program, settings), location)
         if others := _other_defaults(document.tree or {}):
             settings.add(ConfigSetting("defaults", others, document.locations.get("defaults", location)))
     else:

@@ -37,7 +37,7 @@ def left(config: ConvertedConfig) -> set[str]:
           {"kind": "length", "soft": 63, "hard": 64, "weight": 2.0}]),
         ("--reward_model_path rm --per_device_train_batch_size 2", "prompts_per_step", 8),
         ("--reward_model_path rm --per_device_train_batch_size 2 --num_train_epochs 1", "steps", 125),
-        ("--reward_model_path rm --per_device_train_batch_size 3 --num_train_epochs 2", "steps", 168),  # 84 batches an epoch, the last one smaller
+        ("--reward_model_path rm --per_device_train_batch_size 3 --num_train_epochs 2", "steps", 168),  # 2 x 84
         ("--reward_model_path rm", "rollout.sampling", {"max_tokens": 64, "temperature": 0.9}),
         ("--reward_model_path rm", "model.max_length", 512),
         ("--reward_model_path rm --per_device_train_batch_size 2", "token_budget", 2 * 2 * 512),

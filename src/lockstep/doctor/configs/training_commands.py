@@ -163,7 +163,10 @@ class TrainingCommand:
 
 _MODULES = (
     (re.compile(r"openrlhf[./]cli[./](train_\w+)"), "openrlhf"),
-    (re.compile(r"verl[./](?:trainer|experimental)[./].*main\w*|verl\.trainer\.\w*sft\w*|recipe[./].*main\w*"), "verl"),
+    (
+        re.compile(r"verl[./](?:trainer|experimental)[./].*main\w*|verl[./]trainer[./]\w*sft\w*|recipe[./].*main\w*"),
+        "verl",
+    ),
     (re.compile(r"trl[./]scripts[./](?:grpo|sft|dpo|kto|reward|rloo)"), "trl"),
 )
 TRL_COMMANDS = ("grpo", "rloo", "sft", "dpo", "kto", "reward")
