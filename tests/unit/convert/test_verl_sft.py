@@ -34,9 +34,8 @@ def left(config: ConvertedConfig) -> set[str]:
 
 
 def test_the_older_trainer() -> None:
-    config = converted(
-        f"{OLDER} data.prompt_key=q data.response_key=a data.val_files=v.parquet trainer.total_epochs=3 data.micro_batch_size_per_gpu=8"
-    )
+    options = "data.prompt_key=q data.response_key=a data.val_files=v.parquet trainer.total_epochs=3"
+    config = converted(f"{OLDER} {options} data.micro_batch_size_per_gpu=8")
     assert config.complete and config.recipe == "sft"
     expected = {
         "name": "e",

@@ -7,9 +7,9 @@ from lockstep.convert.conversion import Conversion, typed_value
 from lockstep.convert.critic_fields import PPO, set_verl_critic
 from lockstep.convert.errors import NotConvertible
 from lockstep.convert.source_command import SFT_PROGRAMS
-from lockstep.convert.verl_rewards import place_reward_model, set_verl_rewards
-from lockstep.convert.verl_sft import convert_verl_sft
-from lockstep.convert.verl_tracking import set_verl_tracking
+from lockstep.convert.verl.verl_rewards import place_reward_model, set_verl_rewards
+from lockstep.convert.verl.verl_sft import convert_verl_sft
+from lockstep.convert.verl.verl_tracking import set_verl_tracking
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")

@@ -6,8 +6,8 @@ from typing import Any
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
-from lockstep.convert.trl_online_dpo import set_online_dpo
-from lockstep.convert.trl_rollouts import optimizer_batch, set_trl_rollouts
+from lockstep.convert.trl.trl_online_dpo import set_online_dpo
+from lockstep.convert.trl.trl_rollouts import optimizer_batch, set_trl_rollouts
 
 _RECIPES = {
     "sft": "sft", "dpo": "preference", "kto": "preference", "reward": "reward", "grpo": "grpo", "rloo": "grpo",

@@ -3,7 +3,7 @@
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
-from lockstep.convert.verl_tracking import set_verl_tracking
+from lockstep.convert.verl.verl_tracking import set_verl_tracking
 
 _RATIO, _WARMUP = "optim.lr_warmup_steps_ratio", "optim.lr_warmup_steps"
 _VAL, _SPLITS = "data.val_files", ("data.train_max_samples", "data.val_max_samples")

@@ -2,7 +2,7 @@
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
-from lockstep.convert.trl_rollouts import BATCH, optimizer_batch, set_trl_engine, set_trl_rewards
+from lockstep.convert.trl.trl_rollouts import BATCH, optimizer_batch, set_trl_engine, set_trl_rewards
 
 
 def set_online_dpo(conv: Conversion, ranks: int) -> None:

@@ -4,7 +4,7 @@ import math
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
-from lockstep.convert.openrlhf_rollouts import convert_rollouts, known_rows, set_openrlhf_schedule
+from lockstep.convert.openrlhf.openrlhf_rollouts import convert_rollouts, known_rows, set_openrlhf_schedule
 
 _NO_LIMIT = 1_000_000
 """OpenRLHF's `max_samples` of this and more stands for all rows."""

@@ -7,7 +7,7 @@ from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
 from lockstep.convert.critic_fields import PPO, set_openrlhf_critic
 from lockstep.convert.errors import NotConvertible
-from lockstep.convert.openrlhf_placement import place_policy, share_devices
+from lockstep.convert.openrlhf.openrlhf_placement import place_policy, share_devices
 
 _ESTIMATORS = {
     "group_norm": "grpo",
