@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lockstep.base.secrets import redact_text
 from lockstep.convert.errors import NotConvertible
+from lockstep.convert.inference_stages import INFERENCE, chooses_completions, stage_options, stage_settings
 from lockstep.convert.refused_programs import check_convertible
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
 from lockstep.doctor.configs.config_settings import (
@@ -76,6 +77,9 @@ class SourceCommand:
     """Whether the program is the user's own script."""
     flags: bool = True
     """Whether the settings are written as flags (`--name`)."""
+    rounds: bool = False
+    """Whether the training is one part of a script that generates and scores completions before it, round by round. The
+    options of the other parts are called `generate:NAME` and `score:NAME`."""
 
 
 def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceCommand:
@@ -87,17 +91,14 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     """
     if not any(each.strip() for each in given):
         raise NotConvertible("the argument is empty: name a script or a config file, or give a command")
-    if len(given) == 1 and _names_file(given[0]):
-        document, folder = read_config(Path(given[0]), certain=True), Path(given[0]).parent
-    else:
-        text = given[0] if len(given) == 1 else shlex.join(given)
-        if len(text) > MAX_COMMAND:
-            raise NotConvertible(f"the command is longer than {MAX_COMMAND:,} characters: put it into a file")
-        document, folder = parse_config(text, f"{COMMAND_LINE}.sh", certain=True), Path()
+    document, folder = _read_document(given, certain=True)
     if document.tree is not None:
         return _read_tree(framework, document)
     found = find_training_commands(document.commands)
-    jobs = [job for job in found if job.framework == framework]
+    jobs, beside = _trainings(framework, found)
+    if rounds := chooses_completions(beside):
+        first, _ = _read_document(given, certain=False)  # what a condition changes has its value of the first round
+        jobs, beside = _trainings(framework, find_training_commands(first.commands))
     if not jobs:
         served = framework == "trl" and any(job.framework == "vllm-serve" for job in found)
         serves = ", only a server: a run starts its engines itself" if served else ""
@@ -111,7 +112,40 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     source = read(jobs[0], folder)
     source.ranks, source.through_ray = jobs[0].launcher.world_size or source.ranks, jobs[0].through_ray
     source.variables = jobs[0].workers
+    if rounds:
+        _add_stages(source, beside)
     return source
+
+
+def _read_document(given: Sequence[str], certain: bool) -> tuple[ConfigDocument, Path]:
+    """Reads a file or a command; returns it with its folder.
+
+    Args:
+        certain: whether a variable that a condition gives another value is unknown.
+    """
+    if len(given) == 1 and _names_file(given[0]):
+        return read_config(Path(given[0]), certain=certain), Path(given[0]).parent
+    text = given[0] if len(given) == 1 else shlex.join(given)
+    if len(text) > MAX_COMMAND:
+        raise NotConvertible(f"the command is longer than {MAX_COMMAND:,} characters: put it into a file")
+    return parse_config(text, f"{COMMAND_LINE}.sh", certain=certain), Path()
+
+
+def _add_stages(source: SourceCommand, commands: Sequence[TrainingCommand]) -> None:
+    """Adds the commands that generate and score completions for the training."""
+    for setting in stage_settings(commands):
+        source.settings.add(setting)
+    source.options, source.rounds = {**source.options, **stage_options()}, True
+
+
+def _trainings(
+    framework: SourceFramework, found: Sequence[TrainingCommand]
+) -> tuple[list[TrainingCommand], list[TrainingCommand]]:
+    """The trainings of a framework, and the commands beside them that generate or score completions."""
+    mine = [job for job in found if job.framework == framework]
+    beside = [job for job in mine if job.program == INFERENCE]
+    trainings = [job for job in mine if job.program != INFERENCE]
+    return (trainings, beside) if trainings else (beside, [])
 
 
 def _names_file(text: str) -> bool:

@@ -55,7 +55,7 @@ def test_every_conversion_loads_and_says_of_each_option_what_became_of_it(
     out.write_text(config.text)
     assert load_config(out).recipe == config.recipe
     given = list(read_source(framework_of(path), [str(path)]).settings)
-    names = [each.name.removeprefix("--") for each in config.outcomes]
+    names = [each.name.replace(" --", ":").removeprefix("--") for each in config.outcomes]
     assert sorted(names) == sorted(each.name.removeprefix("--") for each in given if not each.removed)
     for each in config.outcomes:
         assert bool(each.fields) == (each.kind == "converted") and bool(each.text) != bool(each.fields), each

@@ -5,6 +5,7 @@ import pytest
 from lockstep.config.loader import dotted_keys
 from lockstep.config.other_frameworks import ABSENT_KEYS, QUALIFIED_KEYS, RENAMED_KEYS
 from lockstep.config.recipes import RECIPES
+from lockstep.convert.inference_stages import INFERENCE, stage_options
 from lockstep.convert.option_mapping import mapping_table
 from lockstep.doctor.configs.option_tables import option_programs, option_table
 from lockstep.doctor.configs.training_commands import TRL_COMMANDS
@@ -13,7 +14,12 @@ from lockstep.doctor.configs.trl_settings import trl_options
 FRAMEWORKS = ("openrlhf", "verl", "trl")
 KNOWN = {key for recipe in RECIPES.values() for key in dotted_keys(recipe)}
 PROGRAMS = [
-    *[("openrlhf", each, frozenset(option_table("openrlhf", each).options)) for each in option_programs("openrlhf")],
+    *[
+        ("openrlhf", each, frozenset(option_table("openrlhf", each).options))
+        for each in option_programs("openrlhf")
+        if each != INFERENCE
+    ],
+    ("openrlhf", "openrlhf.cli.train_dpo", frozenset(stage_options())),
     *[("verl", each, frozenset(option_table("verl", each).options)) for each in option_programs("verl")],
     *[("trl", program, frozenset(trl_options(program))) for program in (*TRL_COMMANDS, "online_dpo")],
 ]  # fmt: skip

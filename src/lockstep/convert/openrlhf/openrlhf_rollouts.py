@@ -35,6 +35,18 @@ def convert_rollouts(conv: Conversion) -> str:
     return recipe
 
 
+def set_prompt_text(conv: Conversion, chat: str, template: str) -> None:
+    """Sets how prompts become text: by the chat template, or by one with `{}` for the prompt."""
+    if conv.on(chat):
+        conv.put("data.chat", True, chat)
+        conv.drop(template, "the chat template takes its place")
+    elif (text := conv.text(template)) and "{}" not in text:
+        conv.refuse(template, "it has no {} for the prompt, so that all prompts would be the same")
+    elif text:
+        plain = text.replace("{}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{prompt}")
+        conv.put("data.template", plain, template)
+
+
 def known_rows(conv: Conversion) -> int | None:
     """The number of rows that are trained on; None if it is not known."""
     rows, limit = conv.facts.rows, conv.integer("data.max_samples")
