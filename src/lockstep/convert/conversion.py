@@ -250,7 +250,9 @@ class Conversion:
         return self._written(self.given[name].name if name in self.given else self._default_name(name))
 
     def _written(self, name: str) -> str:
-        return redact_text(f"--{name}" if self.source.flags else name)
+        stage, of_stage, plain = name.rpartition(":") if self.source.rounds else ("", "", name)
+        flag = f"--{plain}" if self.source.flags else plain
+        return redact_text(f"{stage} {flag}" if of_stage else flag)
 
     def _default_name(self, name: str) -> str:
         row = self.row(name)

@@ -12,10 +12,10 @@ from lockstep.config.run_config import RunConfig
 from lockstep.convert.conversion import Conversion, ConversionFacts, OptionOutcome
 from lockstep.convert.converted_yaml import render_yaml
 from lockstep.convert.errors import NotConvertible
-from lockstep.convert.openrlhf_conversion import convert_openrlhf
+from lockstep.convert.openrlhf.openrlhf_conversion import convert_openrlhf
 from lockstep.convert.source_command import SourceCommand, SourceFramework, read_source
-from lockstep.convert.trl_conversion import convert_trl
-from lockstep.convert.verl_conversion import convert_verl
+from lockstep.convert.trl.trl_conversion import convert_trl
+from lockstep.convert.verl.verl_conversion import convert_verl
 
 _CONVERTERS: Mapping[str, Callable[[Conversion], str]] = {
     "openrlhf": convert_openrlhf,

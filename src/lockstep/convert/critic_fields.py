@@ -61,21 +61,11 @@ def set_openrlhf_critic(conv: Conversion) -> None:
     conv.put("critic.trainer.ranks", nodes * per_node, "critic.num_nodes", "critic.num_gpus_per_node")
     conv.put("placement.critic.nodes", nodes, "critic.num_nodes")
     conv.put("placement.critic.gpus_per_node", per_node, "critic.num_gpus_per_node")
-    _share_devices_with_reward(conv)
     if bounds := conv.numbers("reward.clip_range"):
         conv.put("reward_clip", bounds, "reward.clip_range", keep=True)
     if target := conv.number("algo.kl.target"):
         conv.put("kl_controller.target", target, "algo.kl.target", keep=True)
         conv.put("kl_controller.horizon", conv.integer("algo.kl.horizon"), "algo.kl.horizon")
-
-
-def _share_devices_with_reward(conv: Conversion) -> None:
-    """Sets that critic and reward model share devices, if there is a reward model in processes of the run."""
-    name = "train.colocate_critic_reward"
-    terms = conv.fields["reward.terms"].value
-    served = any(term["kind"] == "model" for term in terms)
-    if conv.on(name) and served and "placement.colocate" not in conv.fields:
-        conv.put("placement.colocate", "critic_reward", name)
 
 
 def _keep_warmup_targets(conv: Conversion, frozen: int, lam: str) -> None:

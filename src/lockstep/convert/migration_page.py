@@ -29,10 +29,18 @@ def _options(rows: Sequence[MappedOption], framework: str) -> str:
     dashes = "--" if framework in _FLAGS else ""
     shown = []
     for row in rows:
-        newest, *older = (f"`{dashes}{name.removeprefix('actor_rollout_ref.')}`" for name in row.names)
+        newest, *older = (_option(name, dashes) for name in row.names)
         shown.append(f"{newest} ({', '.join(older)})" if older else newest)
     programs = f" of {', '.join(rows[0].programs)}" if rows[0].programs else ""
     return f"{', '.join(shown)}{programs}"
+
+
+def _option(name: str, dashes: str) -> str:
+    """A name as it is written, after the stage of the script that it belongs to."""
+    stage, of_stage, plain = name.partition(":")
+    if not of_stage:
+        return f"`{dashes}{name.removeprefix('actor_rollout_ref.')}`"
+    return f"{stage} `{dashes}{plain}`"
 
 
 def _fields(row: MappedOption) -> str:

@@ -52,19 +52,20 @@ class MappingTable:
     rows: tuple[MappedOption, ...]
 
     def row(self, name: str, program: str) -> MappedOption | None:
-        """The row of an option under any of its names: an exact one, else that with the longest pattern."""
+        """The row of an option under any of its names: an exact one, else that with the longest pattern. Of several,
+        one for the program."""
         short = program.rpartition(".")[2]
         mine = [row for row in self.rows if not row.programs or short in row.programs]
-        exact = next((row for row in mine if name in row.names), None)
-        if exact is not None:
-            return exact
+        exact = [row for row in mine if name in row.names]
+        if exact:
+            return max(exact, key=lambda row: bool(row.programs))
         patterns = [
-            (len(pattern), index)
+            (bool(row.programs), len(pattern), index)
             for index, row in enumerate(mine)
             for pattern in row.names
             if "*" in pattern and fnmatchcase(name, pattern)
         ]
-        return mine[max(patterns)[1]] if patterns else None
+        return mine[max(patterns)[2]] if patterns else None
 
 
 def _strings(value: Any) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from lockstep.base.secrets import redact_text
 from lockstep.convert.errors import NotConvertible
+from lockstep.convert.inference_stages import INFERENCE, chooses_completions, stage_options, stage_settings
+from lockstep.convert.refused_programs import check_convertible
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
 from lockstep.doctor.configs.config_settings import (
     UNKNOWN_VALUE,
@@ -30,6 +32,8 @@ from lockstep.doctor.configs.verl_settings import VERL_PROGRAM
 SourceFramework = Literal["openrlhf", "verl", "trl"]
 FRAMEWORKS: Mapping[str, str] = {"openrlhf": "OpenRLHF", "verl": "verl", "trl": "TRL"}
 """The names of the frameworks, by the value of `--from`."""
+SFT_PROGRAMS = ("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray")
+"""verl's programs for supervised fine-tuning; Ray starts the ranks of the last one."""
 COMMAND_LINE = "command line"
 MAX_COMMAND = 1 << 20
 """Characters of a command that is given as an argument."""
@@ -38,13 +42,14 @@ _HYDRA_FLAGS = {
     "-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir",
 }  # fmt: skip
 _OWN_CONFIGS = {
-    "--config-name": "/ppo_trainer",
-    "--config-path": "/verl/trainer/config",
-    "--config-dir": "/verl/trainer/config",
+    "--config-name": ("/ppo_trainer", "/ppo_megatron_trainer", "/sft_trainer", "/sft_trainer_engine"),
+    "--config-path": ("/verl/trainer/config",),
+    "--config-dir": ("/verl/trainer/config",),
 }
 """What Hydra's flags name where they name verl's own config, at the end of their values."""
 _OWN_DEFAULTS = (
-    "_self_", "ppo_trainer", "dp_actor", "dp_ref", "dp_critic", "dp_reward_model", "dp_reward_loop", "legacy_data",
+    "_self_", "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "profiler",
+    "dp_actor", "dp_ref", "dp_critic", "dp_reward_model", "dp_reward_loop", "legacy_data",
     "rollout", "hf_model", "rollout_correction", "reward", "reward_model", "dp", "fsdp", "None",
 )  # fmt: skip
 """The parts of which verl's own config consists."""
@@ -72,6 +77,9 @@ class SourceCommand:
     """Whether the program is the user's own script."""
     flags: bool = True
     """Whether the settings are written as flags (`--name`)."""
+    rounds: bool = False
+    """Whether the training is one part of a script that generates and scores completions before it, round by round. The
+    options of the other parts are called `generate:NAME` and `score:NAME`."""
 
 
 def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceCommand:
@@ -83,18 +91,18 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     """
     if not any(each.strip() for each in given):
         raise NotConvertible("the argument is empty: name a script or a config file, or give a command")
-    if len(given) == 1 and _names_file(given[0]):
-        document, folder = read_config(Path(given[0]), certain=True), Path(given[0]).parent
-    else:
-        text = given[0] if len(given) == 1 else shlex.join(given)
-        if len(text) > MAX_COMMAND:
-            raise NotConvertible(f"the command is longer than {MAX_COMMAND:,} characters: put it into a file")
-        document, folder = parse_config(text, f"{COMMAND_LINE}.sh", certain=True), Path()
+    document, folder = _read_document(given, certain=True)
     if document.tree is not None:
         return _read_tree(framework, document)
-    jobs = [job for job in find_training_commands(document.commands) if job.framework == framework]
+    found = find_training_commands(document.commands)
+    jobs, beside = _trainings(framework, found)
+    if rounds := chooses_completions(beside):
+        first, _ = _read_document(given, certain=False)  # what a condition changes has its value of the first round
+        jobs, beside = _trainings(framework, find_training_commands(first.commands))
     if not jobs:
-        raise NotConvertible(f"{_shown(document.file)}: it starts no training of {FRAMEWORKS[framework]}")
+        served = framework == "trl" and any(job.framework == "vllm-serve" for job in found)
+        serves = ", only a server: a run starts its engines itself" if served else ""
+        raise NotConvertible(f"{_shown(document.file)}: it starts no training of {FRAMEWORKS[framework]}{serves}")
     if len(jobs) > 1:
         lines = ", ".join(str(job.location.line) for job in jobs)
         raise NotConvertible(
@@ -104,7 +112,40 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     source = read(jobs[0], folder)
     source.ranks, source.through_ray = jobs[0].launcher.world_size or source.ranks, jobs[0].through_ray
     source.variables = jobs[0].workers
+    if rounds:
+        _add_stages(source, beside)
     return source
+
+
+def _read_document(given: Sequence[str], certain: bool) -> tuple[ConfigDocument, Path]:
+    """Reads a file or a command; returns it with its folder.
+
+    Args:
+        certain: whether a variable that a condition gives another value is unknown.
+    """
+    if len(given) == 1 and _names_file(given[0]):
+        return read_config(Path(given[0]), certain=certain), Path(given[0]).parent
+    text = given[0] if len(given) == 1 else shlex.join(given)
+    if len(text) > MAX_COMMAND:
+        raise NotConvertible(f"the command is longer than {MAX_COMMAND:,} characters: put it into a file")
+    return parse_config(text, f"{COMMAND_LINE}.sh", certain=certain), Path()
+
+
+def _add_stages(source: SourceCommand, commands: Sequence[TrainingCommand]) -> None:
+    """Adds the commands that generate and score completions for the training."""
+    for setting in stage_settings(commands):
+        source.settings.add(setting)
+    source.options, source.rounds = {**source.options, **stage_options()}, True
+
+
+def _trainings(
+    framework: SourceFramework, found: Sequence[TrainingCommand]
+) -> tuple[list[TrainingCommand], list[TrainingCommand]]:
+    """The trainings of a framework, and the commands beside them that generate or score completions."""
+    mine = [job for job in found if job.framework == framework]
+    beside = [job for job in mine if job.program == INFERENCE]
+    trainings = [job for job in mine if job.program != INFERENCE]
+    return (trainings, beside) if trainings else (beside, [])
 
 
 def _names_file(text: str) -> bool:
@@ -125,6 +166,7 @@ def _shown(file: str) -> str:
 
 
 def _read_openrlhf(job: TrainingCommand, folder: Path) -> SourceCommand:
+    check_convertible("openrlhf", job.program)
     if job.program not in option_programs("openrlhf"):
         known = ", ".join(option_programs("openrlhf"))
         raise NotConvertible(f"{job.program} is not converted: only {known}")
@@ -135,17 +177,30 @@ def _read_openrlhf(job: TrainingCommand, folder: Path) -> SourceCommand:
     return SourceCommand("openrlhf", job.program, settings, table.at(version), job.location, words=tuple(rest))
 
 
-def _verl_options(settings: ConfigSettings) -> dict[str, OptionSpec]:
-    table = option_table("verl", VERL_PROGRAM)
+def _verl_options(program: str, settings: ConfigSettings) -> dict[str, OptionSpec]:
+    known = program.removesuffix("_ray") if program in SFT_PROGRAMS else VERL_PROGRAM
+    table = option_table("verl", known)
     return table.at(table.version_for(setting.name for setting in settings))
 
 
 def _read_verl(job: TrainingCommand, folder: Path) -> SourceCommand:
+    check_convertible("verl", job.program)
     settings = ConfigSettings()
     rest = add_overrides(settings, job.words)
-    options = _verl_options(settings)
+    program = _verl_program(job.program, settings)
+    options = _verl_options(program, settings)
     kept = _add_other_configs(settings, rest)
-    return SourceCommand("verl", job.program, settings, options, job.location, words=tuple(kept), flags=False)
+    return SourceCommand("verl", program, settings, options, job.location, words=tuple(kept), flags=False)
+
+
+def _verl_program(name: str, settings: ConfigSettings) -> str:
+    """The program whose options a command or a file has: by its name, without one by an option of each."""
+    if "sft" not in name and name:
+        return name
+    older = "model.partial_pretrain" in settings or "fsdp_sft" in name
+    if not older and not name and not ("model.path" in settings and "optim.lr" in settings):
+        return VERL_PROGRAM
+    return SFT_PROGRAMS[0] if older else SFT_PROGRAMS[2] if name.endswith("_ray") else SFT_PROGRAMS[1]
 
 
 def _add_other_configs(settings: ConfigSettings, words: Sequence[ShellWord]) -> list[ShellWord]:
@@ -177,6 +232,7 @@ def _other_defaults(tree: Mapping[str, Any]) -> list[str]:
 
 def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
     """Reads the options of a command, and those of the YAML file that it names with `--config`, which they override."""
+    check_convertible("trl", job.program)
     own = job.program.endswith(".py")
     program = trl_program(job.program, ConfigSettings())
     arguments = ConfigSettings()
@@ -261,7 +317,8 @@ def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCo
     if framework == "openrlhf":
         raise NotConvertible(f"{document.file}: OpenRLHF has no config files, only command lines: give the script")
     if framework == "verl":
-        source = SourceCommand("verl", VERL_PROGRAM, settings, _verl_options(settings), location)
+        program = _verl_program("", settings)
+        source = SourceCommand("verl", program, settings, _verl_options(program, settings), location)
         if others := _other_defaults(document.tree or {}):
             settings.add(ConfigSetting("defaults", others, document.locations.get("defaults", location)))
     else:

@@ -105,7 +105,7 @@ def test_a_value_means_what_it_means_there(kind: str, options: str, path: str, e
 def test_a_reward_model_of_verl_scores_the_last_token() -> None:
     model = "reward_model.enable=True reward_model.model.path=org/rm custom_reward_function.path=null"
     assert value(from_options("verl", model), "reward.terms") == [
-        {"kind": "model", "path": "org/rm", "end": "template"}
+        {"kind": "model", "path": "org/rm", "end": "template", "ranks": 8}
     ]
 
 

@@ -351,5 +351,6 @@ def _trl_config(
         "kto",
         "reward",
         "rloo",
+        "dpo_online",
     )
     return TRLConfig(program, merged, job.location, world_size, variables, settings, deepspeed, own_script)

@@ -380,7 +380,7 @@ def judge_openrlhf(
         for rule in OPENRLHF_RULES:
             rule(advice, config, job)
         judge_openrlhf_memory(advice, config, job, folder, gpu_gib)
-    else:
+    elif job.program != "openrlhf.cli.batch_inference":
         judge_supervised_memory(advice, settings, job, folder, gpu_gib)
     variables = {**job.shell, **job.workers}
     shared_rules.judge_openrlhf_timeout(advice, variables)

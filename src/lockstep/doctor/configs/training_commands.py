@@ -162,11 +162,18 @@ class TrainingCommand:
 
 
 _MODULES = (
-    (re.compile(r"openrlhf[./]cli[./](train_\w+)"), "openrlhf"),
-    (re.compile(r"verl[./](?:trainer|experimental)[./].*main\w*|verl\.trainer\.\w*sft\w*|recipe[./].*main\w*"), "verl"),
+    (re.compile(r"openrlhf[./]cli[./](train_\w+|batch_inference)"), "openrlhf"),
+    (
+        re.compile(r"verl[./](?:trainer|experimental)[./].*main\w*|verl[./]trainer[./]\w*sft\w*|recipe[./].*main\w*"),
+        "verl",
+    ),
     (re.compile(r"trl[./]scripts[./](?:grpo|sft|dpo|kto|reward|rloo)"), "trl"),
 )
+_OPENRLHF_SCRIPT = re.compile(r"(?:.*/)?(train_(?:sft|dpo|rm|kd|prm|kto|ppo|ppo_ray)|batch_inference)\.py")
+"""Scripts of old versions of OpenRLHF, which were not in its package; they have the option `--pretrain`."""
 TRL_COMMANDS = ("grpo", "rloo", "sft", "dpo", "kto", "reward")
+_OTHER_TRL_COMMANDS = ("distillation",)
+"""Those of which the options are not known."""
 _TRAINING_FLAG = re.compile(
     r"--(per[_-]device[_-]train[_-]batch[_-]size|model[_-]name[_-]or[_-]path|output[_-]dir|deepspeed)\b"
 )
@@ -190,10 +197,13 @@ def _training_command(command: ShellCommand) -> TrainingCommand | None:
                 name = match[0].replace("/", ".") if match else program
                 return _make_command(framework, name, index, words, shell)
         if text == "trl" and index + 1 < len(texts):
-            if texts[index + 1] in TRL_COMMANDS:
+            if texts[index + 1] in (*TRL_COMMANDS, *_OTHER_TRL_COMMANDS):
                 return _make_command("trl", texts[index + 1], index + 1, words, shell)
             if texts[index + 1] == "vllm-serve":
                 return _make_command("vllm-serve", "vllm-serve", index + 1, words, shell)
+        old = _OPENRLHF_SCRIPT.fullmatch(text)
+        if old is not None and any(each.partition("=")[0] == "--pretrain" for each in texts[index + 1 :]):
+            return _make_command("openrlhf", f"openrlhf.cli.{old[1]}", index, words, shell)
         launched = any(_launcher_name(each) for each in texts[:index])
         if text.endswith(".py") and (launched or any(_TRAINING_FLAG.match(each) for each in texts[index + 1 :])):
             return _make_command("trl", PurePosixPath(text).name, index, words, shell)
@@ -218,7 +228,7 @@ def _make_command(
             job.shell[match[1]] = ShellWord(word.text[match.end() :], word.location)
     _read_runtime_environment(job, before)
     job.launcher = _launch_command(before)
-    if framework == "trl" and program in TRL_COMMANDS:
+    if framework == "trl" and program in (*TRL_COMMANDS, *_OTHER_TRL_COMMANDS):
         _split_accelerate_options(job)
     return job
 

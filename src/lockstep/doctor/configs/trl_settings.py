@@ -18,7 +18,7 @@ class TRLConfig:
     """The settings of a training, and how it is launched."""
 
     program: str
-    """grpo, rloo, sft, dpo, kto, reward, or "" if not known."""
+    """grpo, rloo, sft, dpo, online_dpo, kto, reward, or "" if not known."""
     settings: ConfigSettings
     location: ConfigLocation
     world_size: int | None = None
@@ -57,8 +57,11 @@ TRL_PARSER_SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/scripts
 def trl_program(name: str, settings: ConfigSettings) -> str:
     """The trainer that a script's name or options indicate; empty if they indicate none."""
     stem = name.removesuffix(".py").rpartition(".")[2].lower()
+    parts = stem.replace("-", "_").split("_")
+    if "online" in parts and "dpo" in parts:
+        return "online_dpo"
     for program in ("grpo", "rloo", "sft", "dpo", "kto", "reward"):
-        if program in stem.replace("-", "_").split("_") or stem == program:
+        if program in parts or stem == program:
             return program
     if "num_generations" in settings:
         return "grpo"

@@ -6,7 +6,10 @@ from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion, typed_value
 from lockstep.convert.critic_fields import PPO, set_verl_critic
 from lockstep.convert.errors import NotConvertible
-from lockstep.convert.verl_rewards import set_verl_rewards
+from lockstep.convert.source_command import SFT_PROGRAMS
+from lockstep.convert.verl.verl_rewards import place_reward_model, set_verl_rewards
+from lockstep.convert.verl.verl_sft import convert_verl_sft
+from lockstep.convert.verl.verl_tracking import set_verl_tracking
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -15,8 +18,8 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 
 def convert_verl(conv: Conversion) -> str:
     """Sets the fields of a training of verl; returns the recipe."""
-    if "sft" in conv.source.program:
-        raise NotConvertible(f"{conv.source.program} is not converted: only main_ppo and recipes like it")
+    if conv.source.program in SFT_PROGRAMS:
+        return convert_verl_sft(conv)
     recipe = _set_advantage(conv)
     _set_model(conv)
     _set_data(conv)
@@ -26,10 +29,12 @@ def convert_verl(conv: Conversion) -> str:
     _set_loss(conv)
     _set_engine(conv, ranks)
     set_verl_rewards(conv)
-    _set_tracking(conv)
+    set_verl_tracking(conv, "trainer.max_actor_ckpt_to_keep")
+    fields.set_every(conv, "checkpoint.every", "trainer.save_freq", keep=True)
     _set_evaluation(conv)
     if recipe == PPO:
         set_verl_critic(conv, ranks, updates)
+    place_reward_model(conv)
     return recipe
 
 
@@ -85,13 +90,14 @@ def _set_data(conv: Conversion) -> None:
 def _set_placement(conv: Conversion) -> int:
     nodes, per_node = conv.count("trainer.nnodes", 1), conv.count("trainer.n_gpus_per_node", 8)
     ranks = fields.set_ranks(conv, nodes, per_node, "trainer.nnodes", "trainer.n_gpus_per_node")
-    own = conv.integer(f"{_ROLLOUT}.nnodes") or 0
+    own, hybrid = conv.integer(f"{_ROLLOUT}.nnodes") or 0, "actor_rollout_ref.hybrid_engine"
     if own:
         per = conv.count(f"{_ROLLOUT}.n_gpus_per_node", 8)
         conv.put("placement.rollout.nodes", own, f"{_ROLLOUT}.nnodes")
         conv.put("placement.rollout.gpus_per_node", per, f"{_ROLLOUT}.n_gpus_per_node")
-    else:
-        conv.put("placement.colocate", "all", "actor_rollout_ref.hybrid_engine")
+    elif conv.on(hybrid):
+        conv.put("placement.colocate", "all", hybrid)
+    conv.drop(hybrid, "engines have GPUs of their own")
     if conv.has("trainer.device"):
         device = conv.text("trainer.device")
         conv.put("cluster.device", device if device in ("cpu", "cuda") else "auto", "trainer.device")
@@ -149,7 +155,17 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
     fields.set_schedule(
         conv, f"{optim}.lr_scheduler_type", steps * updates, warmup, f"{optim}.min_lr_ratio", "constant", updates
     )
+    _set_lowest_rate(conv)
     return steps * updates
+
+
+def _set_lowest_rate(conv: Conversion) -> None:
+    """Megatron's lowest learning rate, as a share of the highest."""
+    name, rate = f"{_ACTOR}.optim.min_lr", conv.number(f"{_ACTOR}.optim.lr")
+    lowest, schedule = conv.number(name), conv.fields.get("trainer.schedule.kind")
+    if lowest and rate and schedule is not None and schedule.value != "constant":
+        conv.put("trainer.schedule.final", lowest / rate, name, keep=True)
+    conv.drop(name, "the learning rate is constant, or ends at 0")
 
 
 def _set_lengths(conv: Conversion, ranks: int) -> None:
@@ -209,6 +225,16 @@ def _set_loss(conv: Conversion) -> None:
     if conv.has(lengths) and conv.text(modes) == "seq-mean-token-sum-norm":
         conv.put("loss.norm_length", conv.integer(lengths), lengths)
     _set_correction(conv)
+    _set_staleness(conv)
+
+
+def _set_staleness(conv: Conversion) -> None:
+    """Asynchronous training: verl's programs for it generate the next step while one is trained."""
+    program = conv.source.program
+    if "one_step_off" in program or "fully_async" in program:
+        conv.put("rollout.max_staleness", 1, default=True, keep=True)
+        if "loss.importance.kind" not in conv.fields:
+            conv.put("loss.old_logprobs", "engine", default=True, keep=True)
 
 
 def _set_correction(conv: Conversion) -> None:
@@ -235,7 +261,7 @@ def _set_engine(conv: Conversion, ranks: int) -> None:
     conv.put("rollout.sampling.top_k", max(0, top_k or 0), f"{_ROLLOUT}.top_k")
     name = conv.text(f"{_ROLLOUT}.name") or "vllm"
     if name not in ("vllm", "hf"):
-        conv.refuse(f"{_ROLLOUT}.name", f"the engine {name[:20]} is not here: vLLM takes its place")
+        conv.note(f"vLLM takes the place of {name[:20]}: engines differ in speed, not in what is learned")
     if name == "hf":
         conv.put("rollout.engine.kind", "builtin", f"{_ROLLOUT}.name", keep=True)
         return
@@ -275,31 +301,6 @@ def _set_engine_arguments(conv: Conversion) -> None:
             extra[plain], used = typed_value(conv.raw(name), None), [*used, name]
     if extra:
         conv.put("rollout.engine.extra", extra, *used, keep=True)
-
-
-def _set_tracking(conv: Conversion) -> None:
-    conv.put("name", _name(conv.text("trainer.experiment_name") or "verl"), "trainer.experiment_name", keep=True)
-    if conv.has("trainer.default_local_dir"):
-        path = (conv.text("trainer.default_local_dir") or "").rstrip("/")
-        conv.put("folder", path or "runs", "trainer.default_local_dir")
-    fields.set_every(conv, "checkpoint.every", "trainer.save_freq", keep=True)
-    fields.set_kept(conv, "trainer.max_actor_ckpt_to_keep")
-    loggers = conv.items("trainer.logger")
-    known = {"wandb": ("wandb", "project"), "mlflow": ("mlflow", "experiment")}
-    project = conv.text("trainer.project_name")
-    trackers = [{"kind": known[each][0], known[each][1]: project} for each in loggers if each in known]
-    if trackers:
-        conv.put("tracking", trackers, "trainer.logger", "trainer.project_name", keep=True)
-    conv.drop("trainer.project_name", "no tracker needs it")
-    others = [each for each in loggers if each not in (*known, "console", "tensorboard", "file")]
-    if others:
-        conv.refuse("trainer.logger", f"there is no tracker {', '.join(others)[:60]}")
-    conv.drop("trainer.logger", "console, TensorBoard and JSON lines are always there")
-
-
-def _name(text: str) -> str:
-    kept = "".join(each if (each.isalnum() and each.isascii()) or each in "._-" else "-" for each in text)
-    return kept.strip("-._") or "verl"
 
 
 def _set_evaluation(conv: Conversion) -> None:

@@ -6,10 +6,12 @@ from typing import Any
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
-from lockstep.convert.trl_rollouts import optimizer_batch, set_trl_rollouts
+from lockstep.convert.trl.trl_online_dpo import set_online_dpo
+from lockstep.convert.trl.trl_rollouts import optimizer_batch, set_trl_rollouts
 
 _RECIPES = {
     "sft": "sft", "dpo": "preference", "kto": "preference", "reward": "reward", "grpo": "grpo", "rloo": "grpo",
+    "online_dpo": "online_dpo",
 }  # fmt: skip
 
 
@@ -20,13 +22,15 @@ def convert_trl(conv: Conversion) -> str:
     if conv.source.own_script:
         conv.note("the script itself is not read: what it sets in code (rewards, data, adapters) is not converted")
     fields.set_name(conv, "output_dir", "run_name", f"trl-{program}")
-    _set_model(conv, exact=recipe in ("preference", "reward"))
+    _set_model(conv, exact=recipe in ("preference", "reward", "online_dpo"))
     _set_data(conv)
     ranks = _set_ranks(conv)
+    updates = 1
     if recipe == "grpo":
         updates = set_trl_rollouts(conv, ranks)
+    elif recipe == "online_dpo":
+        set_online_dpo(conv, ranks)
     else:
-        updates = 1
         _set_batches(conv, ranks)
     steps, per_epoch = _set_steps(conv, ranks, updates)
     _set_optimizer(conv, steps * updates)
@@ -252,7 +256,9 @@ def _set_tracking(conv: Conversion) -> None:
 def _set_held_out(conv: Conversion, recipe: str, per_epoch: int | None, updates: int) -> None:
     """Held-out data: another split of the same dataset, or a share of it."""
     strategy = (conv.text("eval_strategy") or "no").lower()
-    section = {"sft": "validation", "reward": "validation", "grpo": "evaluation"}.get(recipe)
+    section = {"sft": "validation", "reward": "validation", "grpo": "evaluation", "online_dpo": "evaluation"}.get(
+        recipe
+    )
     if strategy in ("no", "false") or section is None:
         for name in ("eval_strategy", "eval_steps", "dataset_test_split", "test_split_size"):
             if section is None and strategy not in ("no", "false") and name.startswith("eval"):

@@ -7,6 +7,7 @@ from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
 from lockstep.convert.critic_fields import PPO, set_openrlhf_critic
 from lockstep.convert.errors import NotConvertible
+from lockstep.convert.openrlhf.openrlhf_placement import place_policy, share_devices
 
 _ESTIMATORS = {
     "group_norm": "grpo",
@@ -25,13 +26,25 @@ def convert_rollouts(conv: Conversion) -> str:
     _set_kl(conv)
     _set_loss(conv)
     _set_engines(conv)
-    _set_placement(conv)
+    place_policy(conv)
     _set_rewards(conv)
     _set_evaluation(conv)
     if recipe == PPO:
         set_openrlhf_critic(conv)
-    conv.drop("train.colocate_critic_reward", "it needs a critic, and a reward model in processes of the run")
+    share_devices(conv)
     return recipe
+
+
+def set_prompt_text(conv: Conversion, chat: str, template: str) -> None:
+    """Sets how prompts become text: by the chat template, or by one with `{}` for the prompt."""
+    if conv.on(chat):
+        conv.put("data.chat", True, chat)
+        conv.drop(template, "the chat template takes its place")
+    elif (text := conv.text(template)) and "{}" not in text:
+        conv.refuse(template, "it has no {} for the prompt, so that all prompts would be the same")
+    elif text:
+        plain = text.replace("{}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{prompt}")
+        conv.put("data.template", plain, template)
 
 
 def known_rows(conv: Conversion) -> int | None:
@@ -181,34 +194,6 @@ def _set_engines(conv: Conversion) -> None:
         conv.put(f"rollout.engine.{name}", conv.on(f"vllm.{name}"), f"vllm.{name}")
 
 
-def _set_placement(conv: Conversion) -> None:
-    nodes, per_node = conv.count("actor.num_nodes", 1), conv.count("actor.num_gpus_per_node", 8)
-    fields.set_ranks(conv, nodes, per_node, "actor.num_nodes", "actor.num_gpus_per_node")
-    fields.set_cluster_variables(conv)
-    shared = conv.on("train.colocate_all") and not conv.on("train.async_enable")
-    if shared:
-        conv.put("placement.colocate", "all", "train.colocate_all")
-        if conv.on("ds.enable_sleep"):
-            conv.put("trainer.offload.parameters", True, "ds.enable_sleep")
-            conv.put("trainer.offload.optimizer", True, "ds.enable_sleep")
-        conv.drop("vllm.sync_backend", "weights of engines that share the trainer's GPUs stay on them")
-    elif conv.has("vllm.sync_backend"):
-        known = conv.text("vllm.sync_backend") in ("nccl", "gloo")
-        conv.put("weights.transport", conv.text("vllm.sync_backend") if known else "auto", "vllm.sync_backend")
-    conv.drop("train.colocate_all", "asynchronous engines have GPUs of their own here, as there")
-    conv.drop("ds.enable_sleep", "engines have GPUs of their own")
-    together = conv.on("train.colocate_all") or conv.on("train.colocate_actor_ref")
-    given = conv.has("ref.num_nodes") or conv.has("ref.num_gpus_per_node")
-    if given and not together and conv.fields["loss.kl.coefficient"].value:
-        names = ("ref.num_nodes", "ref.num_gpus_per_node")
-        nodes, per_node = conv.count(names[0], 1), conv.count(names[1], 8)
-        conv.put("reference.ranks", nodes * per_node, *names)
-        conv.put("placement.reference.nodes", nodes, names[0])
-        conv.put("placement.reference.gpus_per_node", per_node, names[1])
-    for name in ("ref.num_nodes", "ref.num_gpus_per_node"):
-        conv.drop(name, "the policy's ranks hold the reference, or there is none")
-
-
 def _set_rewards(conv: Conversion) -> None:
     addresses = conv.items("reward.remote_url")
     for address in addresses[:1]:
@@ -243,8 +228,10 @@ def _add_reward_models(conv: Conversion) -> None:
     normalised, sizes = "reward.normalize_enable", ("reward.num_nodes", "reward.num_gpus_per_node")
     paths = conv.items("reward.model_name_or_path")
     details: dict[str, Any] = {"normalize": True} if conv.on(normalised) else {}
-    if any(conv.has(each) for each in sizes):
+    if any(conv.has(each) for each in sizes) or conv.on("train.colocate_critic_reward"):
         details = {"ranks": conv.count(sizes[0], 1) * conv.count(sizes[1], 8), **details}
+    elif conv.on("train.colocate_all"):
+        details = {"ranks": conv.fields["trainer.ranks"].value, **details}
     for path in paths:
         fields.add_term(conv, {"kind": "model", "path": path, **details}, "reward.model_name_or_path")
     if paths:

@@ -4,7 +4,13 @@ import math
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
-from lockstep.convert.openrlhf_rollouts import convert_rollouts, known_rows, set_openrlhf_schedule
+from lockstep.convert.openrlhf.openrlhf_rollouts import (
+    convert_rollouts,
+    known_rows,
+    set_openrlhf_schedule,
+    set_prompt_text,
+)
+from lockstep.convert.openrlhf.openrlhf_rounds import convert_rounds
 
 _NO_LIMIT = 1_000_000
 """OpenRLHF's `max_samples` of this and more stands for all rows."""
@@ -14,12 +20,18 @@ def convert_openrlhf(conv: Conversion) -> str:
     """Sets the fields of a training of OpenRLHF; returns the recipe."""
     program = conv.source.program.rpartition(".")[2]
     _set_model(conv, exact=program in ("train_dpo", "train_rm"))
-    _set_data(conv)
+    if not conv.source.rounds:
+        _set_data(conv)
     _set_tracking(conv)
     fields.set_every(conv, "checkpoint.every", "ckpt.save_steps")
     fields.set_kept(conv, "ckpt.max_num")
     if program == "train_ppo_ray":
         return convert_rollouts(conv)
+    if conv.source.rounds:
+        recipe = convert_rounds(conv)
+        if recipe == "online_dpo":
+            _set_preferences(conv)
+        return recipe
     _set_batches(conv)
     if program == "train_sft":
         _set_sft(conv)
@@ -53,14 +65,7 @@ def _set_data(conv: Conversion) -> None:
     if limit is not None and limit < _NO_LIMIT:
         conv.put("data.limit", limit, "data.max_samples")
     conv.drop("data.max_samples", "it is more than any dataset has")
-    if conv.on("data.apply_chat_template"):
-        conv.put("data.chat", True, "data.apply_chat_template")
-        conv.drop("data.input_template", "the chat template takes its place")
-    elif (template := conv.text("data.input_template")) and "{}" not in template:
-        conv.refuse("data.input_template", "it has no {} for the prompt, so that all prompts would be the same")
-    elif template:
-        plain = template.replace("{}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{prompt}")
-        conv.put("data.template", plain, "data.input_template")
+    set_prompt_text(conv, "data.apply_chat_template", "data.input_template")
 
 
 def _set_tracking(conv: Conversion) -> None:

@@ -7,12 +7,13 @@ from lockstep.convert.conversion import Conversion
 
 _AGGREGATIONS = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 _THINK_FORMAT = r"(?s)^<think>(?!.*<think>)(.*?)</think>.*$"
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""What samples per optimizer step and process are made of."""
 
 
 def optimizer_batch(conv: Conversion, ranks: int) -> int:
     """Samples per optimizer step, over all processes."""
-    return conv.count(_BATCH[0], 8) * conv.count(_BATCH[1], 1) * ranks
+    return conv.count(BATCH[0], 8) * conv.count(BATCH[1], 1) * ranks
 
 
 def set_trl_rollouts(conv: Conversion, ranks: int) -> int:
@@ -20,8 +21,8 @@ def set_trl_rollouts(conv: Conversion, ranks: int) -> int:
     updates = _set_batches(conv, ranks)
     _set_advantage(conv)
     _set_loss(conv)
-    _set_engine(conv, ranks)
-    _set_rewards(conv)
+    set_trl_engine(conv, ranks)
+    set_trl_rewards(conv)
     return updates
 
 
@@ -29,12 +30,12 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
     """TRL generates `generation_batch_size` completions at once, and trains on them in optimizer steps."""
     size, group = optimizer_batch(conv, ranks), conv.count("num_generations", 8)
     per_generation = conv.integer("steps_per_generation")
-    total, names = size, list(_BATCH)
+    total, names = size, list(BATCH)
     if conv.has("generation_batch_size"):
-        total, names = conv.integer("generation_batch_size") or size, ["generation_batch_size", *_BATCH]
+        total, names = conv.integer("generation_batch_size") or size, ["generation_batch_size", *BATCH]
     elif conv.has("steps_per_generation") and per_generation:
-        total = conv.count(_BATCH[0], 8) * ranks * per_generation
-        names = [_BATCH[0], "steps_per_generation"]
+        total = conv.count(BATCH[0], 8) * ranks * per_generation
+        names = [BATCH[0], "steps_per_generation"]
     if total % group:
         known = conv.facts.ranks is not None or conv.source.ranks is not None
         conv.need(
@@ -53,9 +54,9 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
         conv.put("model.max_length", longest + prompt, "max_prompt_length", "max_completion_length")
         conv.put("data.overlong", "drop", "max_prompt_length")
         conv.note("longer prompts are dropped here; TRL cuts them on the left")
-    micro = conv.count(_BATCH[0], 8)
-    fields.set_rows(conv, micro * (longest + (prompt or 512)), longest + 1, _BATCH[0], "max_completion_length")
-    return fields.divide_step(conv, total, group, size, *_BATCH) * passes
+    micro = conv.count(BATCH[0], 8)
+    fields.set_rows(conv, micro * (longest + (prompt or 512)), longest + 1, BATCH[0], "max_completion_length")
+    return fields.divide_step(conv, total, group, size, *BATCH) * passes
 
 
 def _set_advantage(conv: Conversion) -> None:
@@ -106,7 +107,8 @@ def _set_kl(conv: Conversion, grpo: bool) -> None:
         conv.note("the KL loss has no importance weight here; newer versions of TRL have one (use_bias_correction_kl)")
 
 
-def _set_engine(conv: Conversion, ranks: int) -> None:
+def set_trl_engine(conv: Conversion, ranks: int) -> None:
+    """Sets the engine: vLLM on the trainer's GPUs or on its own, or Lockstep's."""
     conv.put("rollout.sampling.top_k", max(0, conv.integer("top_k") or 0), "top_k")
     correction = [f"vllm_importance_sampling_{each}" for each in ("correction", "mode", "clip_max", "clip_min")]
     if not conv.on("use_vllm"):
@@ -139,7 +141,8 @@ def _set_correction(conv: Conversion, names: list[str]) -> None:
         conv.put("loss.importance.floor", conv.number(names[3]), names[3])
 
 
-def _set_rewards(conv: Conversion) -> None:
+def set_trl_rewards(conv: Conversion, *models: str) -> None:
+    """Sets the reward terms: functions, and the reward models that `models` name beside TRL's common option."""
     functions, weights = conv.items("reward_funcs"), conv.numbers("reward_weights")
     if weights and len(weights) != len(functions):
         conv.refuse("reward_weights", "as many weights as functions are needed: set them in reward.terms")
@@ -149,8 +152,9 @@ def _set_rewards(conv: Conversion) -> None:
         if weights:
             term["weight"] = weights[index]
         fields.add_term(conv, term, "reward_funcs", *(["reward_weights"] if weights else []))
-    if conv.has(model := "reward_model_name_or_path"):
-        fields.add_term(conv, {"kind": "model", "path": conv.text(model), "end": "template"}, model)
+    for model in (each for each in (*models, "reward_model_name_or_path") if conv.has(each)):
+        ranks = {"ranks": conv.fields["trainer.ranks"].value} if "placement.colocate" in conv.fields else {}
+        fields.add_term(conv, {"kind": "model", "path": conv.text(model), "end": "template", **ranks}, model)
     if "reward.terms" not in conv.fields:
         fields.add_term(conv, {"kind": "exact_match"})
         conv.need("reward.terms", "rewards are set in the script: name the functions in place of exact_match")

@@ -10,6 +10,8 @@ _PATH, _NAME = "reward.custom_reward_function.path", "reward.custom_reward_funct
 _ARGUMENTS = ("reward.custom_reward_function.reward_kwargs.", "custom_reward_function.reward_kwargs.")
 _MANAGER, _BUFFER = "reward.reward_manager.name", "reward_model.overlong_buffer"
 _MODEL, _MODEL_PATH = "reward.reward_model.enable", "reward.reward_model.model_path"
+_POOL = "reward.reward_model.enable_resource_pool"
+_POOL_SIZES = ("reward.reward_model.nnodes", "reward.reward_model.n_gpus_per_node")
 
 
 def set_verl_rewards(conv: Conversion) -> None:
@@ -19,7 +21,9 @@ def set_verl_rewards(conv: Conversion) -> None:
         _set_function(conv, manager)
     elif conv.on(_MODEL):
         term = {"kind": "model", "path": conv.text(_MODEL_PATH) or "", "end": "template"}
-        fields.add_term(conv, term, _MODEL, _MODEL_PATH)
+        sizes = _POOL_SIZES if conv.on(_POOL) else ()
+        ranks = conv.count(sizes[0], 1) * conv.count(sizes[1], 8) if sizes else conv.fields["trainer.ranks"].value
+        fields.add_term(conv, {**term, "ranks": ranks}, _MODEL, _MODEL_PATH, *sizes)
     else:
         fields.add_term(conv, {"kind": "math"})
         conv.need(
@@ -35,6 +39,25 @@ def set_verl_rewards(conv: Conversion) -> None:
     conv.drop(_MANAGER, "functions are called in scorer processes")
     _set_filter(conv)
     _set_buffer(conv)
+
+
+def place_reward_model(conv: Conversion) -> None:
+    """Sets where a reward model is: on GPUs of its own, or on those of the other roles."""
+    served = any(each["kind"] == "model" for each in conv.fields["reward.terms"].value)
+    if served and conv.on(_POOL):
+        conv.put("placement.reward_model.nodes", conv.count(_POOL_SIZES[0], 1), _POOL_SIZES[0])
+        conv.put("placement.reward_model.gpus_per_node", conv.count(_POOL_SIZES[1], 8), _POOL_SIZES[1])
+        if "placement.colocate" in conv.fields:
+            others = ["critic"] if "critic.trainer.ranks" in conv.fields else []
+            conv.put(
+                "placement.colocate",
+                ["policy", "rollout", *others],
+                "actor_rollout_ref.hybrid_engine",
+                _POOL,
+                keep=True,
+            )
+    for name in (_POOL, *_POOL_SIZES):
+        conv.drop(name, "no reward model has GPUs of its own")
 
 
 def _set_filter(conv: Conversion) -> None:

@@ -1,0 +1,61 @@
+"""Commands of OpenRLHF's `batch_inference` beside a training: one generates completions, one scores them and chooses
+among them, and the training learns from the chosen ones, round by round."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lockstep.convert.errors import NotConvertible
+from lockstep.doctor.configs.config_settings import ConfigSetting, ConfigSettings
+from lockstep.doctor.configs.option_tables import OptionSpec, option_table
+from lockstep.doctor.configs.training_commands import TrainingCommand, add_arguments
+
+INFERENCE = "openrlhf.cli.batch_inference"
+"""OpenRLHF's program that generates completions, or scores them with a reward model, and writes a file."""
+GENERATE, SCORE = "generate", "score"
+_CHOICES = ("iter_dpo", "rs")
+
+
+def stage_option(stage: str, name: str) -> str:
+    """The name of an option of a stage, among those of the training."""
+    return f"{stage}:{name}"
+
+
+def chooses_completions(commands: Sequence[TrainingCommand]) -> bool:
+    """Whether one of the commands chooses among scored completions. Raises NotConvertible if it does what no recipe
+    does."""
+    choices = [each.text("post_processor") for each in map(_arguments, commands)]
+    if "csft" in choices:
+        raise NotConvertible(
+            "--post_processor csft: conditional SFT, which writes rewards into prompts, has no recipe here: recipe "
+            "rejection_sampling learns the best completions"
+        )
+    return any(each in _CHOICES for each in choices)
+
+
+def stage_settings(commands: Sequence[TrainingCommand]) -> Iterator[ConfigSetting]:
+    """The settings of generating and scoring. Raises NotConvertible unless there is one command for each."""
+    stages: dict[str, TrainingCommand] = {}
+    for command in commands:
+        task = _arguments(command).text("eval_task") or ""
+        stage = SCORE if task == "rm" else GENERATE
+        if stage in stages:
+            lines = f"lines {stages[stage].location.line} and {command.location.line}"
+            raise NotConvertible(f"batch_inference {stage}s twice ({lines}): keep one of the two")
+        stages[stage] = command
+    if absent := {GENERATE, SCORE} - stages.keys():
+        raise NotConvertible(f"no batch_inference beside the training {' and '.join(sorted(absent))}s completions")
+    for stage, command in stages.items():
+        for setting in _arguments(command):
+            yield replace(setting, name=stage_option(stage, setting.name))
+
+
+def stage_options() -> dict[str, OptionSpec]:
+    """The options of both stages, under their names there."""
+    known = option_table("openrlhf", INFERENCE).options
+    return {stage_option(stage, name): option for stage in (GENERATE, SCORE) for name, option in known.items()}
+
+
+def _arguments(command: TrainingCommand) -> ConfigSettings:
+    settings = ConfigSettings()
+    add_arguments(settings, command.words, option_table("openrlhf", INFERENCE).options, hyphens=False)
+    return settings
