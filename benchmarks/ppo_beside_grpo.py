@@ -1,7 +1,8 @@
 """PPO beside GRPO: CPU time of a step by stage and role, of the same model, prompts, completions and ranks, in turns.
 
 Both recipes run unchanged (`benchmarks.lockstep_side`), and every completion has the same length. What PPO does in
-addition is the critic's: a forward pass for the values of all states, and a training step. Neither has a KL penalty.
+addition is the critic's: a forward pass for the values of all states, and a training step, which continues that pass
+(`critic.kept_microbatches` is the number of the step's rows). Neither has a KL penalty.
 """
 
 import os
@@ -39,7 +40,10 @@ SIDES = (
         {
             "recipe": "ppo",
             "loss": {"kl": {"coefficient": 0.0}},
-            "critic": {"trainer": {"threads": 1, "optimizer": {"lr": 1e-6}, "max_grad_norm": 1.0}},
+            "critic": {
+                "kept_microbatches": 3,
+                "trainer": {"threads": 1, "optimizer": {"lr": 1e-6}, "max_grad_norm": 1.0},
+            },
         },
         2,
     ),

@@ -68,8 +68,8 @@ class PlainLoop:
     """The same training, written with transformers and loops over completions and tokens. It gets the sampled tokens
     and their rewards from the run."""
 
-    def __init__(self, home: Path, run: Path, vapo: bool) -> None:
-        self.vapo = vapo
+    def __init__(self, home: Path, run: Path, vapo: bool, minibatch: int = MINIBATCH) -> None:
+        self.vapo, self.groups_at_once = vapo, minibatch // GROUP
         self.policy = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
         self.reference = AutoModelForCausalLM.from_pretrained(home / "model", dtype=torch.float32)
         self.critic = AutoModelForSequenceClassification.from_pretrained(
@@ -101,8 +101,9 @@ class PlainLoop:
             row: dict[str, list[float]] = {"policy/loss": [], "critic/loss": [], "policy/clip_fraction": []}
             for epoch in range(EPOCHS):
                 order = permutation(PROMPTS, seed * 1_000_003 + step, epoch).tolist()
-                for begin in range(0, PROMPTS, MINIBATCH // GROUP):
-                    chosen = [samples[g * GROUP + k] for g in order[begin : begin + 2] for k in range(GROUP)]
+                for begin in range(0, PROMPTS, self.groups_at_once):
+                    together = order[begin : begin + self.groups_at_once]
+                    chosen = [samples[g * GROUP + k] for g in together for k in range(GROUP)]
                     count = sum(each["old"].numel() for each in chosen)
                     value_loss = torch.stack([self.value_loss(each) for each in chosen]).sum() / count
                     self.update(of_critic, value_loss)
@@ -182,13 +183,14 @@ def alone(home: Path) -> Path:
     return train(home, settings(home, "alone", **VAPO))
 
 
-@pytest.mark.parametrize("vapo", [False, True])
-def test_four_steps_follow_a_plain_loop(home: Path, alone: Path, vapo: bool) -> None:
+@pytest.mark.parametrize(("vapo", "minibatch"), [(False, MINIBATCH), (True, MINIBATCH), (False, PROMPTS * GROUP)])
+def test_four_steps_follow_a_plain_loop(home: Path, alone: Path, vapo: bool, minibatch: int) -> None:
     """With `vapo`, the critic has a lambda of its own, each completion one by its length, and those that were cut off
-    count the value after their last token."""
-    values = settings(home, "plain")
+    count the value after their last token. With one mini-batch in a step, the critic's first update of the step
+    continues the forward pass that gave the values."""
+    values = settings(home, f"plain-{minibatch}", minibatch_size=minibatch)
     run = alone if vapo else train(home, values)
-    loop, rows = PlainLoop(home, run, vapo), metric_rows(run)
+    loop, rows = PlainLoop(home, run, vapo, minibatch), metric_rows(run)
     ends = {each.finish for groups in loop.groups for group in groups for each in group.completions}
     assert ends == {"stop", "length"}
     for found, expected in zip(rows, loop.learn(values["seed"]), strict=True):
@@ -254,6 +256,25 @@ def test_processes_of_each_role_and_then_the_run_are_killed(home: Path, whole: P
     assert {"critic-0.1", "engine-0.1", "policy-0.1", "policy-1.1"} <= set(replacements(launched.folder))
     launched.kill()
     assert_same(Launched.resume(tmp_path / "runs/ppo"), whole)
+
+
+def test_a_killed_critic_that_had_kept_its_values_continues_bit_by_bit(home: Path, tmp_path: Path) -> None:
+    """As in a run in which no forward pass is kept and nothing is killed."""
+    values = settings(home, "kept", minibatch_size=None, token_budget=64, checkpoint={"every": 2})
+    values["critic"]["kept_microbatches"] = 0
+    undisturbed = train(home, values)
+    values["critic"]["kept_microbatches"] = 2
+    run = tmp_path / "runs/kept"
+    held = {"stage": "train", "seconds": 0.2, "at_end": False}
+    path = write(tmp_path, {**values, "folder": str(tmp_path / "runs")})
+    launched = Launched.start(run, str(path), hold=held)
+    launched.wait_for("train", 1)  # the critic has computed the values of the step
+    kill_worker(launched, "critic-0")
+    launched.wait_for("train", 2)
+    kill_worker(launched, "policy-0")
+    launched.wait_for("train", 3)
+    launched.kill()
+    assert_same(Launched.resume(run), undisturbed)
 
 
 @pytest.fixture(scope="module")

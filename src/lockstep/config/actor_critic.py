@@ -87,6 +87,11 @@ class CriticConfig(Section):
     """These steps end before `warmup_steps` once the critic explains this share of the variance of a step's returns,
     before it learns them. When that is, is not known before: schedules of learning rates without `total_steps` are
     planned for the earliest end, after one step, for the policy, and for `warmup_steps` for the critic."""
+    kept_microbatches: int = Field(1, ge=0)
+    """The most micro-batches whose forward pass, which gives the values before the first update of a step, is kept
+    until that update, which then computes only their backward pass; the result is the same bit by bit. Each needs the
+    memory of its activations (`token_budget`), the first one at a time at which no other is in memory. Only with one
+    rank, one mini-batch per step and devices of its own, and without `bootstrap_truncated`."""
     export: bool = False
     """Also export the critic when the run ends, as `checkpoint.export` does the policy."""
 

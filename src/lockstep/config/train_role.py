@@ -42,6 +42,8 @@ class TrainRole(Section):
     """Fields of the objective that served roles compute, or that were computed once for all data."""
     precomputed_fields: tuple[str, ...] = ()
     """Those of them that the role's ranks compute once for all data, before the first step."""
+    kept_microbatches: int = Field(0, ge=0)
+    """The most micro-batches whose forward pass for the evaluated fields is continued by the first update of a step."""
 
     @property
     def evaluated_fields(self) -> dict[str, TrainerOutput]:

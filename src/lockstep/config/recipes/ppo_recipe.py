@@ -49,7 +49,23 @@ class PPOConfig(PolicyGradientRecipe):
             seed=self.seed,
             optimizer_steps=self._critic_updates,
         )
-        return self.policy, critic
+        kept = 0 if self._obstacle_to_keeping(critic) else self.critic.kept_microbatches
+        return self.policy, critic.model_copy(update={"kept_microbatches": kept})
+
+    def _obstacle_to_keeping(self, critic: TrainRole) -> str:
+        """The setting because of which the critic keeps no forward pass for its first update of a step: that has other
+        passes, or the device has other uses in between. Empty if there is none."""
+        trainer, adapter = critic.trainer, critic.model.adapter
+        # If one rank continued a pass and another computed its own, their collectives would differ.
+        obstacles = {
+            f"critic.trainer.ranks {trainer.ranks}": trainer.ranks > 1,
+            f"minibatch_size {self.minibatch_size}": self.updates_per_step > self.epochs,
+            "bootstrap_truncated": self.bootstrap_truncated,
+            "the dropout of the critic's adapter": bool(adapter and adapter.lora_dropout),
+            "critic.trainer.offload": trainer.offload.anything,
+            "devices that the critic shares (placement.colocate)": len(self.placement.set_of(critic.name)) > 1,
+        }
+        return next((setting for setting, present in obstacles.items() if present), "")
 
     @property
     def policy(self) -> TrainRole:
@@ -165,4 +181,11 @@ class PPOConfig(PolicyGradientRecipe):
                 "it, or raise steps. For a run that trains only the critic, set both to the same number, "
                 "critic.export=true and checkpoint.export=true"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kept_microbatches(self) -> Self:
+        kept = self.critic.kept_microbatches
+        if kept > 1 and (setting := self._obstacle_to_keeping(self.train_roles[1])):
+            raise ValueError(f"critic.kept_microbatches {kept} has no effect with {setting}: leave one of the two out")
         return self

@@ -387,7 +387,8 @@ def _how_to_shrink(config: RunConfig, largest: str) -> str:
     """How a run needs less memory, by the role of its largest process."""
     for role in config.train_roles:
         if role.name == largest:
-            return f"lower token_budget, or turn on {role.field('trainer.activation_checkpointing')}"
+            kept = f" or {role.field('kept_microbatches')}" if role.kept_microbatches > 1 else ""
+            return f"lower token_budget{kept}, or turn on {role.field('trainer.activation_checkpointing')}"
     for served in config.serve_roles:
         if served.name == largest:
             return f"lower token_budget, or set {served.field('path')} to a smaller model"

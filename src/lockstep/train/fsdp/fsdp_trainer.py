@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.algorithm import ModelOutput, TrainerOutput
+from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.lora import derived_seed, starts_from_other_weights, with_dropout, without_adapter
@@ -24,6 +24,7 @@ from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import NonFinite
+from lockstep.train.fsdp.kept_forward import KeptForward
 from lockstep.train.fsdp.merged_weights import MergedWeights
 from lockstep.train.fsdp.moving_reference import mix_into_reference, reference_rows
 from lockstep.train.fsdp.parallelize import (
@@ -110,6 +111,7 @@ class FSDP2Trainer:
         self.steps_before_run = 0
         """Optimizer steps of another run, from whose checkpoint this run started."""
         self.offloaded = False
+        self.kept = KeptForward.of(role, self.objective)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -149,7 +151,8 @@ class FSDP2Trainer:
     def evaluate(
         self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[TrainerOutput]
     ) -> list[dict[str, np.ndarray]]:
-        """Computes the requested values of each micro-batch, float32 `[targets]`, without gradients.
+        """Computes the requested values of each micro-batch, float32 `[targets]`. If they are those that the objective
+        learns from, the next `step` on the same rows continues the first forward passes (`kept_microbatches`).
 
         Raises:
             ValueError: reference log-probabilities are requested and no reference is loaded.
@@ -160,12 +163,15 @@ class FSDP2Trainer:
                 "reference_logprobs are requested, but these ranks hold no reference: loss.kl.coefficient is 0, or the "
                 "role `reference` serves it"
             )
+        settings = self.ranks.device, self.role.temperature, self.role.trainer.head_chunk
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
         if policy_outputs := [name for name in outputs if name != "reference_logprobs"]:
-            results = self._evaluate(self.policy, microbatches, policy_outputs)
+            self.kept.clear()
+            kept = self.kept if tuple(policy_outputs) == self.objective.outputs else None
+            results = evaluate_each(self.policy, microbatches, policy_outputs, *settings, kept)
         if "reference_logprobs" in outputs:
             with self._as_reference() as reference:
-                values = self._evaluate(reference, microbatches, ["logprobs"])
+                values = evaluate_each(reference, microbatches, ["logprobs"], *settings)
             for result, value in zip(results, values, strict=True):
                 result["reference_logprobs"] = value["logprobs"]
         for model in self._models():
@@ -183,12 +189,13 @@ class FSDP2Trainer:
         """
         self._check_on_device()
         check_fields(microbatches, self.objective)
+        self.kept.match(microbatches)
         metrics = MetricAccumulator(self.objective.metrics, self.ranks.device)
         with self._dropout():
             for done, microbatch in enumerate(microbatches, start=1):
                 begin_microbatch(self.policy, done == len(microbatches), self.role.trainer.reshard_after_forward)
                 self._seed_dropout(done)
-                self._backward(microbatch.to(self.ranks.device), metrics)
+                self._backward(microbatch, metrics)
                 current_beacon().progress("microbatches", done, len(microbatches))
         gradients = {name: local_shard(p.grad) for name, p in self.trained_parameters.items() if p.grad is not None}
         # All replicas have the same gradient; only one of them adds it to the norm.
@@ -249,9 +256,7 @@ class FSDP2Trainer:
         Raises:
             CheckpointError: the checkpoint is incomplete or belongs to another model; nothing was changed.
         """
-        self._check_on_device()
-        for model in self._models():
-            free_gathered(model)
+        self._begin_load()
         state, random = self._state(), self._random_state()
         inherited = read_manifest(folder).get(INHERITED)
         if inherited is not None:
@@ -284,9 +289,7 @@ class FSDP2Trainer:
 
     def load_from_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
         """Loads a memory checkpoint that the same number of ranks wrote. Raises MemoryCheckpointMissing."""
-        self._check_on_device()
-        for model in self._models():
-            free_gathered(model)
+        self._begin_load()
         state = self._full_state()
         with torch.no_grad():
             metadata = checkpoints.read(version, state)
@@ -335,12 +338,6 @@ class FSDP2Trainer:
         if self.adapter and self.adapter.lora_dropout:
             torch.manual_seed(derived_seed(self.role.seed, self.optimizer.steps, microbatch, self.ranks.rank))
 
-    def _evaluate(
-        self, model: PolicyModel, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[ModelOutput]
-    ) -> list[dict[str, np.ndarray]]:
-        chunk = self.role.trainer.head_chunk
-        return evaluate_each(model, microbatches, outputs, self.ranks.device, self.role.temperature, chunk)
-
     @contextmanager
     def _as_reference(self) -> Iterator[PolicyModel]:
         """Yields the reference: a separate model, the policy without its adapter, or with the adapter's initial
@@ -358,9 +355,10 @@ class FSDP2Trainer:
                 finally:
                     free_gathered(self.policy)
 
-    def _backward(self, batch: MicroBatch[Tensor], metrics: MetricAccumulator) -> None:
-        chunk = self.role.trainer.head_chunk
-        outputs = target_values(self.policy, batch, self.objective.outputs, self.role.temperature, chunk)
+    def _backward(self, microbatch: MicroBatch[np.ndarray], metrics: MetricAccumulator) -> None:
+        batch, chunk, outputs = microbatch.to(self.ranks.device), self.role.trainer.head_chunk, self.kept.pop()
+        if outputs is None:
+            outputs = target_values(self.policy, batch, self.objective.outputs, self.role.temperature, chunk)
         outcome = self.objective.compute(batch.fields, outputs, batch.sequences)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(outcome)
@@ -400,7 +398,14 @@ class FSDP2Trainer:
     def _models(self) -> list[PolicyModel]:
         return [self.policy] if self.reference is None else [self.policy, self.reference]
 
+    def _begin_load(self) -> None:
+        self._check_on_device()
+        self.kept.clear()
+        for model in self._models():
+            free_gathered(model)
+
     def _move(self, device: torch.device, parameters: bool, optimizer: bool) -> None:
+        self.kept.clear()
         for model in self._models() if parameters else []:
             move_weights(model, device, self.ranks.device)
         self.merged_weights = MergedWeights(self.policy, self.ranks)

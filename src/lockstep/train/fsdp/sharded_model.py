@@ -13,6 +13,7 @@ from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.distributed import ParallelContext
+from lockstep.train.fsdp.kept_forward import KeptForward
 from lockstep.train.fsdp.parallelize import free_gathered, load_sharded_policy, move_weights, parameter_dtype
 from lockstep.watch.beacon.writer import current_beacon
 
@@ -45,7 +46,6 @@ def target_values(
     return {"logprobs": values} if entropy is None else {"logprobs": values, kind: entropy}
 
 
-@torch.no_grad()
 def evaluate_each(
     model: PolicyModel,
     microbatches: Sequence[MicroBatch[np.ndarray]],
@@ -53,13 +53,21 @@ def evaluate_each(
     device: torch.device,
     temperature: float,
     chunk: int,
+    kept: KeptForward | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Computes the outputs of each micro-batch, float32 `[targets]`, without gradients. Layers may stay gathered; see
-    `free_gathered`."""
-    results: list[dict[str, np.ndarray]] = []
-    for done, microbatch in enumerate(microbatches, start=1):
-        values = target_values(model, microbatch.to(device), outputs, temperature, chunk)
-        results.append({name: values[name].float().cpu().numpy() for name in outputs})
+    """Computes the outputs of each micro-batch, float32 `[targets]`. Layers may stay gathered; see `free_gathered`.
+
+    Args:
+        kept: gets the forward passes of as many of the first micro-batches as it may have. They are computed last, so
+            that they need no memory while others are computed. All others are computed without gradients.
+    """
+    results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
+    for done, number in enumerate(reversed(range(len(microbatches))), start=1):
+        with torch.set_grad_enabled(kept is not None and number < kept.most):
+            values = target_values(model, microbatches[number].to(device), outputs, temperature, chunk)
+        if kept is not None and number < kept.most:
+            kept.add(microbatches[number], values)
+        results[number] = {name: values[name].detach().float().cpu().numpy() for name in outputs}
         current_beacon().progress("microbatches", done, len(microbatches))
     return results
 
