@@ -23,7 +23,7 @@ from lockstep.cluster.placement.reservations import (
 )
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.cluster import PlacementConfig
-from lockstep.config.roles import ROLES_WITHOUT_RANKS
+from lockstep.config.roles import ROLES_WITHOUT_RANKS, planned_name
 from lockstep.watch.agent.agent_client import AgentGone
 
 
@@ -83,7 +83,7 @@ class PlacedCluster(AgentCluster):
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
         self._check_open()
         for role in sorted({spec.role for spec in specs} - set(ROLES_WITHOUT_RANKS)):
-            ranks = [_planned_name(spec) for spec in specs if spec.role == role]
+            ranks = [planned_name(spec.name) for spec in specs if spec.role == role]
             self._reservations.set_ranks(ranks, {node.id for node in self._nodes if node.alive})
 
     def _check_open(self) -> None:
@@ -93,7 +93,7 @@ class PlacedCluster(AgentCluster):
             raise AgentGone("start", f"a later generation of {self._run} has the run")
 
     def _gpus(self, spec: WorkerSpec) -> tuple[str, ...]:
-        placement = self._reservations.placement_of(_planned_name(spec))
+        placement = self._reservations.placement_of(planned_name(spec.name))
         return () if placement is None else placement.gpus
 
     def _node_of(self, node_id: str) -> ClusterNode | None:
@@ -134,9 +134,9 @@ class PlacedCluster(AgentCluster):
         """Returns the worker's node, if the node's agent is alive."""
         if spec.node is not None:
             return next((each for each in self._nodes if each.alive and each.info.name == spec.node), None)
-        if _planned_name(spec) not in self._reservations:
+        if planned_name(spec.name) not in self._reservations:
             return self._least_used_node()
-        placement = self._reservations.placement_of(_planned_name(spec))
+        placement = self._reservations.placement_of(planned_name(spec.name))
         node = None if placement is None else self._node_of(placement.node)
         return node if node is not None and node.alive else None
 
@@ -150,9 +150,9 @@ class PlacedCluster(AgentCluster):
                 names = ", ".join(each.name for each in self.nodes())
                 raise ValueError(f"{spec.name} must run on {spec.node}, and the run has {names}")
             return node
-        if _planned_name(spec) not in self._reservations:
+        if planned_name(spec.name) not in self._reservations:
             return self._any_node()
-        placement = self._reservations.placement_of(_planned_name(spec))
+        placement = self._reservations.placement_of(planned_name(spec.name))
         node = None if placement is None else self._node_of(placement.node)
         return node if node is not None and self._is_available(node) else self._move(spec)
 
@@ -173,7 +173,7 @@ class PlacedCluster(AgentCluster):
     def _move(self, spec: WorkerSpec) -> ClusterNode | None:
         """Reserves free resources for a worker that lost its own, and returns the node. If nothing can be reserved,
         returns any node of the run, or None if the worker needs GPUs."""
-        name = _planned_name(spec)
+        name = planned_name(spec.name)
         placement = self._reservations.placement_of(name)
         try:
             for group in [] if placement is None else self._reservations.drop_node(placement.node):
@@ -195,8 +195,3 @@ class PlacedCluster(AgentCluster):
         """Whether the run can use the node."""
         node = self._node_of(facts.id)
         return facts.id not in self._unfit and (node is None or self._is_available(node))
-
-
-def _planned_name(spec: WorkerSpec) -> str:
-    """The planned name of a worker or its replacement: `engine-0` for `engine-0.2`."""
-    return spec.name.partition(".")[0]

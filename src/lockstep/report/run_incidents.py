@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from lockstep.base.json_text import read_json
 from lockstep.base.text import count_noun, format_duration
+from lockstep.config.roles import planned_name
 from lockstep.ledger import EventRow
 
 STALL_EVENT = "stall"
@@ -210,7 +211,7 @@ def _repairs(events: Sequence[EventRow]) -> list[_Repair]:
 def _restart_unit(worker: str) -> str:
     """Returns what is restarted together: a trained role, such as `policy`, for all its ranks, or an engine's name
     without restart numbers."""
-    name = worker.partition(",")[0].partition(".")[0]
+    name = planned_name(worker.partition(",")[0])
     return name if name.startswith(_SINGLE_WORKERS) else name.rpartition("-")[0] or name
 
 
@@ -237,10 +238,13 @@ def _incident_of_repair(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
     ):  # recovery ended the stalled process, so its end is not news
         done = [each for each in done if each.what != "failed"] or done
     blamed = [stall for stall in stalls if stall.confirmed] or list(stalls)
+    blamed = [stall for stall in blamed if _blamed(stall, repair)]
     closing = repair.closing
     outcome: Outcome = "open" if closing is None else "gave up" if closing["action"] == "gave up" else "healed"
     return Incident(
-        workers=", ".join(dict.fromkeys([*repair.workers, *(name for stall in blamed for name in stall.workers)])),
+        workers=", ".join(
+            dict.fromkeys([*repair.workers, *(name for stall in blamed for name in _blamed(stall, repair))])
+        ),
         what=str(blamed[0].reports[-1]["verdict"]) if blamed else str(repair.actions[0].get("what", "failed")),
         began=min([repair.began, *(stall.began for stall in stalls)]),
         ended=repair.ended if outcome == "healed" else None,
@@ -248,6 +252,13 @@ def _incident_of_repair(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
         moments=tuple(sorted([*reported, *done], key=lambda each: each.at)),
         folder=_incident_folder(stalls),
     )
+
+
+def _blamed(stall: _Stall, repair: _Repair) -> list[str]:
+    """The workers that a stall names, without replacements of those that failed: waiting for the start of a replacement
+    is part of the repair."""
+    failed = {planned_name(name) for name in repair.workers}
+    return [name for name in stall.workers if name in repair.workers or planned_name(name) not in failed]
 
 
 def _incident_of_stall(stall: _Stall) -> Incident:

@@ -98,10 +98,11 @@ class TopTable:
         shown = self._shown(width)
         headings = [Text(column.heading, style="bold dim") for column in self._columns]
         lines: list[RenderableType] = [_line(shown, headings)]
-        for each in cells:
+        for row, each in zip(ordered, cells, strict=True):
             lines.append(_line(shown, each))
             if (below := self._below(shown, each)) is not None:
                 lines.append(Padding(below, (0, 0, 0, min(_INDENT, width // 4))))
+            lines += [Padding(part, (0, 0, 0, min(_INDENT, width // 4))) for part in _parts(row)]
         above = [_verdict_line(verdict) for verdict in verdicts]
         return Group(*above, *([Text("")] if above else []), *lines, Text(""), _waits_summary(rows))
 
@@ -176,6 +177,17 @@ def _cells(row: ProcessRow, rows: Sequence[ProcessRow], suspect: bool) -> list[T
         _collectives(row, rows),
         _longest_wait_text(row),
     ]
+
+
+def _parts(row: ProcessRow) -> list[Text]:
+    """One line for each part of a process that waits, is in a collective, or is no longer there."""
+    found = []
+    for part in row.parts:
+        is_inside = any(each.operation for each in part.communicators)
+        if part.waits or is_inside or part.state not in ("running", "sleeping"):
+            cells = [Text(part.state, style=_colour(part)), _collectives(part, row.parts), _longest_wait_text(part)]
+            found.append(Text(f"child {part.pid}: ").append_text(Text(", ").join(cell for cell in cells if cell)))
+    return found
 
 
 def _line(columns: Sequence[_Column], cells: Sequence[Text]) -> Text:

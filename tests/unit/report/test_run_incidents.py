@@ -135,6 +135,24 @@ def test_the_failed_rank_and_the_named_culprit_are_one_incident() -> None:
     assert (found.workers, found.what) == ("policy-0, policy-1", "dead")
 
 
+def test_the_replacement_that_takes_long_to_start_is_not_a_culprit() -> None:
+    """An engine that loads a large model is waited for, and noticed; what failed is its predecessor."""
+    (found,) = incidents_of([
+        recovery_event(10, "failed", "engine-0", what="vanished (host b is lost)", step=3),
+        report_event(45, "notice", "engine-0.1", waited_s=30.0),
+        recovery_event(60, "restarted", "engine-0", seconds=50, requests=7, what="vanished", step=3),
+        report_event(61, "notice", "engine-0.1", change="withdrawn"),
+    ])  # fmt: skip
+    assert (found.workers, found.what) == ("engine-0", "vanished (host b is lost)")
+    assert (45.0, "notice", "engine-0.1 stands") in [(each.at, each.what, each.text) for each in found.moments]
+    (again,) = incidents_of([
+        report_event(10, "confirmed", "engine-0.1"),
+        recovery_event(11, "failed", "engine-0.1", **DIED),
+        recovery_event(12, "restarted", "engine-0.1", seconds=1, **DIED),
+    ])  # fmt: skip
+    assert (again.workers, again.what) == ("engine-0.1", "absent"), "a replacement may fail as well"
+
+
 @pytest.mark.parametrize("healed_before", [True, False])
 def test_a_stall_that_passed_by_itself_is_not_healed(healed_before: bool) -> None:
     events = [

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -104,3 +105,13 @@ def test_rates_are_smoothed_and_begin_anew_with_the_process() -> None:
     assert slower is not None and 70 < slower < 95
     assert table._smoothed(7, CounterRow("tokens", 100, None, None, 0.0), 1.0).rate is None
     assert table._smoothed(7, CounterRow("tokens", 100, None, 0.0, 0.0), 1.0).rate == 0.0
+
+
+def test_a_worker_of_a_rank_has_a_line_below_it_where_it_waits() -> None:
+    inside = CommunicatorRow("tp", 3, 2, "all_reduce", 41.0)
+    waiting = ProcessRow("rank-0.8", "rank-0", 0, 8, True, "sleeping", "", 0.0, None, (), (), (inside,))
+    quiet = replace(waiting, name="rank-0.9", pid=9, communicators=())
+    gone = replace(quiet, name="rank-0.7", pid=7, alive=False, state="gone")
+    lines = shown(TopTable(), [replace(RANKS[0], parts=(waiting, quiet, gone))], 140)
+    assert "    child 8: sleeping, tp #3 in all_reduce 41s" in [line.rstrip() for line in lines]
+    assert "    child 7: gone" in [line.rstrip() for line in lines] and not any("child 9" in line for line in lines)

@@ -66,6 +66,8 @@ class ProcessState:
     pid: int
     start_ticks: int
     log: Path | None = None
+    parent: str = ""
+    """The name of the process that this one is a part of; empty for the processes of the job themselves."""
     beacon: BeaconState | None = None
     liveness: Liveness = Liveness.RUNNING
     exit_code: int = NO_EXIT_CODE
@@ -160,6 +162,7 @@ class ProcessMonitor:
             child = children.get(state.name)
             if child is None or child.pid == state.pid:
                 self._read(state)
+        self._credit_parents()
         self._add_missing_ranks(now)
         ended = []
         for process in self.tracked.values():
@@ -263,13 +266,20 @@ class ProcessMonitor:
                 self._remove_without_beacon(state.pid)
                 process = ProcessState(state.name, state.role, state.rank, state.pid, state.start_ticks)
                 self._track(process)
-        process.role, process.rank = state.role, state.rank
+        process.role, process.rank, process.parent = state.role, state.rank, state.parent
         if process.beacon is not None and process.beacon.stage_since_ns != state.stage_since_ns:
             self.history.stage_ended(
                 process.role, process.beacon.stage, process.beacon.stage_since_ns, state.stage_since_ns
             )
         process.progress_ns = max(process.progress_ns, last_progress_ns(state))
         process.beacon = state
+
+    def _credit_parents(self) -> None:
+        """Counts the progress of parts as progress of the processes that they are parts of."""
+        for part in self.tracked.values():
+            whole = self.tracked.get(part.parent)
+            if whole is not None:
+                whole.progress_ns = max(whole.progress_ns, part.progress_ns)
 
     def _observe(self, process: ProcessState, child: WorkerProcess | None, held: int | None, now: int) -> bool:
         """Updates the state and usage of a process; returns False when the process has ended."""

@@ -79,7 +79,9 @@ class ReportBuilder:
         self, states: Sequence[ProcessState], memberships: Sequence[tuple[int, CommunicatorRecord]]
     ) -> None:
         """Replaces the roster, with the next number, if it has changed."""
-        processes = tuple(ProcessInfo(each.name, each.role, each.rank, self.host, each.pid) for each in states)
+        processes = tuple(
+            ProcessInfo(each.name, each.role, each.rank, self.host, each.pid, each.parent) for each in states
+        )
         named: dict[int, RosterCommunicator] = {}
         for _, each in memberships:
             about = CommunicatorInfo(each.label, each.description, each.backend)

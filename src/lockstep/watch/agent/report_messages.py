@@ -7,7 +7,7 @@ first after every reconnect. Times are sent as *ages*, seconds before the messag
 clocks of hosts may differ.
 
     {"m": "roster", "host": "b", "number": 7,
-     "processes": [[name, role, rank, pid], ...],
+     "processes": [[name, role, rank, pid, parent], ...],
      "communicators": [[key, name, description, backend, size, ranks, of], ...],
      "members": [[process, communicator, rank in it, made with], ...]}
 
@@ -225,7 +225,7 @@ def _encode_roster(roster: Roster) -> dict[str, Any]:
         "m": "roster",
         "host": roster.host,
         "number": roster.number,
-        "processes": [[each.name, each.role, each.rank, each.pid] for each in roster.processes],
+        "processes": [[each.name, each.role, each.rank, each.pid, each.parent] for each in roster.processes],
         "communicators": [
             [each.key, each.about.name, each.about.description, each.about.backend, each.size,
              None if each.ranks is None else list(each.ranks), each.of]
@@ -240,7 +240,9 @@ def _decode_roster(message: Mapping[str, Any]) -> Roster:
     return Roster(
         host,
         int(message["number"]),
-        tuple(ProcessInfo(name, role, rank, host, pid) for name, role, rank, pid in message["processes"]),
+        tuple(
+            ProcessInfo(name, role, rank, host, pid, parent) for name, role, rank, pid, parent in message["processes"]
+        ),
         tuple(
             RosterCommunicator(
                 key, CommunicatorInfo(name, about, backend), size, None if ranks is None else tuple(ranks), of

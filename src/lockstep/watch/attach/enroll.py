@@ -2,7 +2,8 @@
 
 A process that its launcher clearly marks as a rank is enrolled immediately; other processes when they join the
 rendezvous, or at the latest when they create their first communicator. The first process of a rank claims the rank,
-because its children (data loader workers, compilers) inherit its environment and are no ranks.
+because its children (data loader workers, compilers) inherit its environment and are no ranks. A child that creates
+communicators of its own (an engine's worker) is enrolled as a part of the rank.
 """
 
 import functools
@@ -23,8 +24,8 @@ from lockstep.watch.procfs.processes import is_alive
 from lockstep.watch.recorder import recorder, rendezvous_wait
 
 CLAIM_VARIABLE = "LOCKSTEP_WATCH_RANK"
-"""Set for the children of a rank, so that they do not take themselves for the rank; the value is `RANK PID` of the
-parent."""
+"""Set for the children of a rank, so that they do not take themselves for the rank; the value is `NAME PID` of the
+rank, NAME being that of its beacon."""
 WATCHED_ROLE = "rank"
 """The role of every rank of a job without roles."""
 DEVICE_MESH_MODULE = "torch.distributed.device_mesh"
@@ -37,27 +38,32 @@ def enroll_process(run: str) -> None:
     if not dist.is_available():
         return
     rank = launcher_env.certain_rank(os.environ)
-    if rank is not None and not rank_is_claimed():
+    if rank is not None and not claimed_rank():
         _open_rank_beacon(run, rank)
         recorder.install()
     _enroll_at_first_communicator(run, dist)
     _show_rendezvous(run, dist)
 
 
-def rank_is_claimed() -> bool:
-    """Whether a living ancestor of this process has claimed the rank."""
+def claimed_rank() -> str:
+    """The name of the rank that this process is a descendant of, while that rank lives; else empty."""
     words = os.environ.get(CLAIM_VARIABLE, "").split()
-    return len(words) == 2 and words[1] != str(os.getpid()) and is_alive(int(words[1]))
+    claimed = len(words) == 2 and words[1] != str(os.getpid()) and is_alive(int(words[1]))
+    return words[0] if claimed else ""
 
 
 def _open_rank_beacon(run: str, rank: int) -> None:
-    """Opens the beacon of this process under a name that no other living process uses."""
+    """Opens the beacon of this process under a name that no other living process uses. A descendant of a rank becomes a
+    part of it: its role is the name of that rank, so that its number is not mistaken for a rank of the job."""
+    if parent := claimed_rank():
+        open_beacon(run, f"{parent}.{os.getpid()}", parent, rank, parent).stage("begin")
+        return
     name = f"{WATCHED_ROLE}-{rank}"
     other = read_beacon(run_shm_dir(run) / f"{name}.beacon")
     if other is not None and other.pid != os.getpid() and is_alive(other.pid, other.start_ticks):
         name = f"{name}.{os.getpid()}"
     open_beacon(run, name, WATCHED_ROLE, rank).stage("begin")
-    os.environ[CLAIM_VARIABLE] = f"{rank} {os.getpid()}"
+    os.environ[CLAIM_VARIABLE] = f"{name} {os.getpid()}"
 
 
 def _enroll_rank(run: str, rank: int) -> None:

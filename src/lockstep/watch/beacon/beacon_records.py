@@ -192,6 +192,9 @@ class BeaconState:
     """The number of communicators for which the beacon has no room."""
     torn: int = 0
     """The number of records that could not be read, because the writer died or was stopped while writing them."""
+    parent: str = ""
+    """The name of the process of the job that this process is a part of: a nested worker (an engine's) of a rank; empty
+    for the processes of the job themselves."""
 
 
 UINT64 = struct.Struct("<Q")
@@ -325,14 +328,14 @@ LANE_STRIDE = 64
 
 
 MAGIC = b"LOCKSTEP"
-VERSION = 4
+VERSION = 5
 MAX_COUNTERS = 24
 MAX_WAITS = 16
 MAX_EVENTS = 128
 
 HEADER_STRUCT = struct.Struct(
-    "<8sIIIiQQd64s96s32s"
-)  # magic version size pid rank start created_ns created_wall run name role
+    "<8sIIIiQQd64s96s32s96s"
+)  # magic version size pid rank start created_ns created_wall run name role parent
 STAGE_STRUCT = struct.Struct("<QQ96sQ")  # front since_ns stage back
 COUNTER_STRUCT = struct.Struct("<QqqQ40sQ")  # front value total updated_ns name back
 WAIT_STRUCT = struct.Struct(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.beacon.beacon_records import BeaconState, CommunicatorRecord, ProgressCounter
@@ -83,6 +83,8 @@ class ProcessRow:
     waits: tuple[WaitRow, ...]
     """The longest wait first."""
     communicators: tuple[CommunicatorRow, ...] = ()
+    parts: tuple["ProcessRow", ...] = ()
+    """The processes that are parts of this one, such as an engine's workers in a rank."""
 
 
 def take_snapshot(run: str) -> BeaconSnapshot:
@@ -93,12 +95,15 @@ def take_snapshot(run: str) -> BeaconSnapshot:
 
 
 def process_rows(now: BeaconSnapshot, before: BeaconSnapshot | None = None) -> list[ProcessRow]:
-    """One row per beacon, ordered by role and rank. With an earlier snapshot, counters have rates."""
+    """One row per process, ordered by role and rank, with those of its parts inside. With an earlier snapshot, counters
+    have rates."""
     earlier = {(state.pid, state.start_ticks): state for state in before.beacons} if before else {}
-    found = [
-        _process_row(now, state, before.at_ns if before else 0, earlier.get((state.pid, state.start_ticks)))
-        for state in now.beacons
-    ]
+    found, parts = list[ProcessRow](), dict[str, list[ProcessRow]]()
+    names = {state.name for state in now.beacons}
+    for state in now.beacons:
+        row = _process_row(now, state, before.at_ns if before else 0, earlier.get((state.pid, state.start_ticks)))
+        (parts.setdefault(state.parent, []) if state.parent in names else found).append(row)
+    found = [replace(row, parts=tuple(parts.get(row.name, ()))) for row in found]
     return sorted(found, key=lambda row: (row.role, row.rank, row.name))
 
 

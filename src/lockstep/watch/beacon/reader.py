@@ -162,11 +162,11 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
     ]
     communicators = call_ring.read_communicators(reading)
     progress_count += call_ring.count_calls(reading)
-    _, _, _, pid, rank, start, created_ns, created_wall, run, name, role = header
+    _, _, _, pid, rank, start, created_ns, created_wall, run, name, role, parent = header
     return BeaconState(
         path, decode_text(run), decode_text(name), decode_text(role), rank, pid, start, created_ns, created_wall,
         reading.number(BEAT_AT), stage, stage_since, counters,
         tuple(sorted(waits, key=lambda wait: wait.since_ns)),
         tuple(sorted(events, key=lambda event: event.number)), communicators, progress_count,
-        reading.number(UNRECORDED_AT), reading.torn,
+        reading.number(UNRECORDED_AT), reading.torn, decode_text(parent),
     )  # fmt: skip

@@ -210,9 +210,9 @@ def current_beacon() -> Beacon:
     return _current
 
 
-def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
+def open_beacon(run: str, name: str, role: str, rank: int, parent: str = "") -> Beacon:
     """Creates the beacon of this process, which `current_beacon()` returns from then on. Replaces an older file of that
-    name."""
+    name. `parent` is the name of the process of the job that this process is a part of."""
     global _current
     if not _BEACON_NAME.fullmatch(name):
         raise ValueError(f"beacon name {name!r}: expected up to 95 letters, digits, '.', '_' or '-'")
@@ -228,7 +228,7 @@ def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
     pid = os.getpid()
     HEADER_STRUCT.pack_into(
         memory, 0, MAGIC, VERSION, FIXED_SIZE, pid, rank, start_ticks(pid) or 0, time.monotonic_ns(), time.time(),
-        encode_text(run, 64), encode_text(name, 96), encode_text(role, 32),
+        encode_text(run, 64), encode_text(name, 96), encode_text(role, 32), encode_text(parent, 96),
     )  # fmt: skip
     draft.rename(path)
     previous, _current = _current, Beacon(path, memory, hold_folder(folder))

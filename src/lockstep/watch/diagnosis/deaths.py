@@ -33,7 +33,7 @@ def find_deaths(context: DiagnosisContext, relevant: BoolArray | None) -> list[H
     caused."""
     liveness = context.evidence.processes.liveness
     dead = [int(p) for p in np.flatnonzero(liveness == Liveness.DEAD) if not _was_intended(context, int(p))]
-    dead = [p for p in dead if not _is_unobserved(context, p, relevant)]
+    dead = [p for p in dead if not _is_unobserved(context, p, relevant) and not _ended_with_whole(context, p)]
     if not dead:
         return []
     causes = {
@@ -62,6 +62,12 @@ def _was_intended(context: DiagnosisContext, process: int) -> bool:
     """Whether Lockstep ended the process, or the process ended with the exception that Lockstep raised on it."""
     note = context.note(process)
     return note.ours or is_collective_stalled(note.error)
+
+
+def _ended_with_whole(context: DiagnosisContext, process: int) -> bool:
+    """Whether the process was a part of one that has ended as well, which its own end says nothing more about."""
+    whole = context.wholes.get(process)
+    return whole is not None and context.liveness(whole) not in (Liveness.RUNNING, Liveness.STOPPED)
 
 
 def _is_unobserved(context: DiagnosisContext, process: int, relevant: BoolArray | None) -> bool:
@@ -192,7 +198,8 @@ def find_stopped(context: DiagnosisContext, relevant: BoolArray | None) -> list[
     others_run = bool(((liveness == Liveness.RUNNING) | (liveness == Liveness.DEAD)).any())
     found = []
     for process in np.flatnonzero(liveness == Liveness.STOPPED).tolist():
-        if context.note(process).ours:
+        whole = context.wholes.get(process, process)
+        if context.note(process).ours or (whole != process and context.liveness(whole) is Liveness.STOPPED):
             continue
         node, since = longest_wait_on(context, process, relevant)
         stopped_at = float(context.evidence.processes.ended_at[process])

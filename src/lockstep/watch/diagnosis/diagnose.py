@@ -34,6 +34,9 @@ _CONSEQUENCES = (
 """Kinds that a proven cause of the same incident explains."""
 
 
+_INACTIVE = (VerdictKind.ABSENT, VerdictKind.DEVICE_LAG, VerdictKind.SLOW)
+"""Kinds of a living process that others wait for."""
+
 MAX_VERDICTS = 64
 """The most verdicts on one snapshot."""
 
@@ -62,7 +65,8 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
         found += find_in_flight(context, graph, relevant, mismatched) + find_waits_without_blocker(
             context, graph, relevant
         )
-    kept = _merge_alike(context, _drop_explained(context, [each.capped() for each in found]))
+    kept = _drop_explained(context, [each.capped() for each in found])
+    kept = _merge_alike(context, _fold_parts(context, kept))
     return [
         to_verdict(context, each) for each in sorted(kept, key=lambda each: _sort_key(context, each))[:MAX_VERDICTS]
     ]
@@ -112,6 +116,7 @@ def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
             communicators[graph.communicator[hypothesis.node]] = True
     if hypothesis.collective is not None:
         communicators[hypothesis.collective[0]] = True
+    involved[[whole for part, whole in context.wholes.items() if involved[part]]] = True
     communicators[context.pending.communicator[involved[members.process]]] = True
     return np.concatenate([involved, communicators])
 
@@ -162,12 +167,43 @@ def _follows_mismatch(context: DiagnosisContext, cause: Hypothesis, hypothesis: 
 
 def _may_be_victim(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
     """Whether an absent process may be a victim of the cause, because it was active until then or still is."""
+    if cause.kind is VerdictKind.DEAD and {context.wholes.get(p, p) for p in cause.culprits} >= {*hypothesis.culprits}:
+        return True  # a process waits for its part that died
     last = [context.last_activity(p) for p in hypothesis.culprits]
     if not last or any(np.isnan(each) for each in last):
         return True
     if cause.kind is VerdictKind.DEAD and np.isfinite(cause.since):
         return max(last) >= cause.since - 1.0
     return any(measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in hypothesis.culprits)
+
+
+def _fold_parts(context: DiagnosisContext, found: list[Hypothesis]) -> list[Hypothesis]:
+    """Joins the hypotheses about a process with those about its parts: a process whose part hangs is waited for as
+    well. The others wait for the process; the line is that of the part."""
+    parts: dict[int, list[Hypothesis]] = {}
+    for each in found if context.wholes else ():
+        wholes = {context.wholes.get(p, -1) for p in each.culprits}
+        if each.kind in _INACTIVE and len(wholes) == 1 and min(wholes) >= 0:
+            parts.setdefault(wholes.pop(), []).append(each)
+    joined, folded = [], set[int]()
+    for each in found:
+        inner = next((parts[p] for p in each.culprits if p in parts), []) if each.kind in _INACTIVE else []
+        for part in inner:
+            folded.add(id(part))
+        joined.append(_join_part(each, inner[0]) if inner else each)
+    return [now for now, before in zip(joined, found, strict=True) if id(before) not in folded]
+
+
+def _join_part(whole: Hypothesis, part: Hypothesis) -> Hypothesis:
+    proof = part if part.level is VerdictLevel.CONFIRMED else whole
+    return replace(
+        whole,
+        part=part.culprits[0],
+        level=proof.level,
+        confidence=max(whole.confidence, part.confidence),
+        facts=(*part.facts, *whole.facts)[:16],
+        collect=part.collect,
+    )
 
 
 def _merge_alike(context: DiagnosisContext, found: Iterable[Hypothesis]) -> list[Hypothesis]:

@@ -60,6 +60,16 @@ class DiagnosisContext:
         return self.evidence.processes.info[process].role
 
     @cached_property
+    def wholes(self) -> Mapping[int, int]:
+        """The process that each part (`ProcessInfo.parent`) belongs to, by part."""
+        info = self.evidence.processes.info
+        parts = [(number, each) for number, each in enumerate(info) if each.parent]
+        if not parts:
+            return {}
+        index = {(each.host, each.name): number for number, each in enumerate(info)}
+        return {part: index[each.host, each.parent] for part, each in parts if (each.host, each.parent) in index}
+
+    @cached_property
     def last_active(self) -> FloatArray:
         """`[processes]`: when a counter of the process last advanced or the process last used CPU, a disk, a network or
         a GPU; NaN if unknown."""
@@ -134,14 +144,15 @@ class DiagnosisContext:
 
     @cached_property
     def connected_part(self) -> IntArray:
-        """`[processes]`: a number that is equal for processes that communicators or waits connect, directly or
-        indirectly."""
+        """`[processes]`: a number that is equal for processes that communicators, waits, or a part and its process
+        connect, directly or indirectly."""
         members = self.evidence.communicators
         label = np.arange(len(self.evidence.processes.info))
         starts = members.starts[:-1][np.diff(members.starts) > 0]
         sizes = np.diff(members.starts)
         sizes = sizes[sizes > 0]
         edges = [(edge.process, *edge.on) for edge in self.evidence.edges if edge.on and not edge.idle]
+        edges += self.wholes.items()
         while True:
             before = label.copy()
             if len(starts):
@@ -213,6 +224,8 @@ class Hypothesis:
     """Further sentences of the explanation."""
     proven_by_structure: bool = False
     """True if the evidence proves the hypothesis however long the waits last, as a death or a mismatch does."""
+    part: int | None = None
+    """The part of the culprit that hangs: its line is shown."""
     others: tuple[int, ...] = field(default=())
     """Innocent processes of the incident. Hypotheses that share processes belong to one incident."""
 

@@ -162,6 +162,12 @@ class Evidence:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+def with_parts(info: Sequence[ProcessInfo], chosen: Collection[tuple[str, int | None]]) -> set[tuple[str, int | None]]:
+    """The chosen processes, given by host and pid, and their parts."""
+    names = {(each.host, each.name) for each in info if (each.host, each.pid) in chosen}
+    return {*chosen, *((each.host, each.pid) for each in info if each.parent and (each.host, each.parent) in names)}
+
+
 SERVICE_WAIT_KINDS = ("http", "read", "write", "send", "store", "connect")
 """Kinds of waits whose unknown targets are services outside the job. In other kinds, an unknown target is a thread of
 the same process or no process at all."""

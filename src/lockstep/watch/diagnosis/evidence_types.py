@@ -34,6 +34,9 @@ class ProcessInfo:
     rank: int
     host: str = ""
     pid: int = 0
+    parent: str = ""
+    """The name of the process on the same host that this one is a part of (an engine's worker in a rank). Verdicts name
+    that process."""
 
 
 @dataclass(frozen=True, slots=True)

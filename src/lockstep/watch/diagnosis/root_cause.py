@@ -107,7 +107,8 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, relevant
     rows = relevant[graph.block_node] & (liveness[graph.block_process] == Liveness.LOST)
     hosts: dict[str, list[int]] = {}
     for process in np.unique(graph.block_process[rows]).tolist():
-        hosts.setdefault(context.evidence.processes.info[process].host, []).append(process)
+        if process not in context.wholes:
+            hosts.setdefault(context.evidence.processes.info[process].host, []).append(process)
     found = []
     seen_at = context.evidence.processes.seen_at
     for host, processes in hosts.items():

@@ -27,12 +27,15 @@ _KIND_FIXES = {
 def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
     """The verdict of a hypothesis."""
     info = context.evidence.processes.info
+    lines = {context.wholes.get(p, p): context.note(p).where for p in reversed(hypothesis.culprits)}
+    if hypothesis.part is not None:
+        lines[context.wholes[hypothesis.part]] = context.note(hypothesis.part).where
     culprits = tuple(
         Culprit(
-            info[p].rank if info[p].rank >= 0 else None, info[p].role, info[p].host, info[p].pid or None,
-            context.note(p).where, info[p].name,
+            info[p].rank if info[p].rank >= 0 else None, info[p].role, info[p].host, info[p].pid or None, lines[p],
+            info[p].name,
         )
-        for p in hypothesis.culprits
+        for p in dict.fromkeys(context.wholes.get(p, p) for p in hypothesis.culprits)
     )  # fmt: skip
     if hypothesis.outside:
         culprits = (Culprit(None, "outside", name=hypothesis.outside),)
@@ -54,8 +57,10 @@ def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
 
 
 def process_label(context: DiagnosisContext, process: int) -> str:
-    """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for a process in no communicator."""
+    """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for a process in no communicator; a part with its process."""
     each = context.evidence.processes.info[process]
+    if process in context.wholes:
+        return f"child {each.pid} of {process_label(context, context.wholes[process])}"
     host = f"host {each.host}" if each.host else ""
     if each.rank >= 0 and context.named_by_rank[process]:
         about = ", ".join(part for part in (_role_text(each.role), host) if part)
@@ -64,8 +69,10 @@ def process_label(context: DiagnosisContext, process: int) -> str:
 
 
 def short_label(context: DiagnosisContext, process: int) -> str:
-    """`rank 1`, or `scorer-0` for a process in no communicator."""
+    """`rank 1`, or `scorer-0` for a process in no communicator; a part with its process."""
     each = context.evidence.processes.info[process]
+    if process in context.wholes:
+        return f"child {each.pid} of {short_label(context, context.wholes[process])}"
     return f"rank {each.rank}" if each.rank >= 0 and context.named_by_rank[process] else each.name
 
 
@@ -75,7 +82,9 @@ def join_labels(context: DiagnosisContext, processes: tuple[int, ...]) -> str:
         return process_label(context, processes[0])
     info = context.evidence.processes.info
     roles = {info[p].role for p in processes}
-    if len(roles) == 1 and all(info[p].rank >= 0 and context.named_by_rank[p] for p in processes):
+    if len(roles) == 1 and all(
+        info[p].rank >= 0 and context.named_by_rank[p] and p not in context.wholes for p in processes
+    ):
         numbers = [str(info[p].rank) for p in sorted(processes, key=lambda p: info[p].rank)]
         role = _role_text(roles.pop())
         return f"ranks {_join_words(numbers)}" + (f" ({role})" if role else "")
@@ -216,6 +225,9 @@ def _locations_text(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
     """`; it has been in score() at reward.py:31 for 41 s`, one clause per culprit."""
     if hypothesis.kind in (VerdictKind.MISMATCH, VerdictKind.CYCLE) or len(hypothesis.culprits) > MAX_NAMED:
         return ""
+    if hypothesis.part is not None:
+        where = _location_text(context, hypothesis.part)
+        return f"; its child {context.evidence.processes.info[hypothesis.part].pid} {where}" if where else ""
     one = len(hypothesis.culprits) == 1
     found = [(process, _location_text(context, process)) for process in hypothesis.culprits]
     return "".join(f"; {'it' if one else short_label(context, p)} {where}" for p, where in found if where)

@@ -37,7 +37,7 @@ import numpy as np
 from lockstep.base.folders import check_shared_folder, make_folder, make_private_dir, write_private
 from lockstep.base.secrets import redact, redact_environment, redact_text, secret_values
 from lockstep.base.text import summarize_list
-from lockstep.watch.diagnosis.evidence import Evidence
+from lockstep.watch.diagnosis.evidence import Evidence, with_parts
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict
 from lockstep.watch.supervisor.agent_connections import AgentConnection
@@ -293,7 +293,8 @@ class IncidentCollection:
         self._dumps: dict[str, str] = {}
         self._agents_to_dump: list[AgentConnection] = []
         self._dumps_due_at = time.monotonic() + DUMP_WAIT_S
-        culprits = {(each.host, each.pid) for each in update.verdict.culprits}
+        named = {(each.host, each.pid) for each in update.verdict.culprits}
+        culprits = with_parts(evidence.processes.info, named)
         innocent = self._innocent(culprits)
         for link in links:
             self._request(link, culprits, innocent, native)
@@ -354,12 +355,12 @@ class IncidentCollection:
 
             return on_reply
 
-        if names:
+        for pid in reversed(names):  # the last request is served first; one slow stack does not cost the others
             self._pending += 1
-            link.request("stacks", on_stacks(self._stacks), COLLECT_LIMIT_S, pids=list(names))
-            if native:
-                self._pending += 1
-                link.request("stacks", on_stacks(self._native), NATIVE_LIMIT_S, pids=list(names), native=True)
+            link.request("stacks", on_stacks(self._stacks), COLLECT_LIMIT_S, pids=[pid])
+        if names and native:
+            self._pending += 1
+            link.request("stacks", on_stacks(self._native), NATIVE_LIMIT_S, pids=list(names), native=True)
         if on_host and len(self.evidence.communicators.info):
             self._pending += 1  # for the request in `done`
             self._agents_to_dump.append(link)

@@ -38,7 +38,7 @@ from lockstep.base.transport.run_token import take_token
 from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.diagnosis.diagnose import diagnose
-from lockstep.watch.diagnosis.evidence import Evidence, drop_uninformative
+from lockstep.watch.diagnosis.evidence import Evidence, drop_uninformative, with_parts
 from lockstep.watch.diagnosis.verdict import VerdictLevel
 from lockstep.watch.procfs import processes
 from lockstep.watch.supervisor import incident
@@ -186,7 +186,7 @@ class Supervisor:
         """Delivers the verdict to all processes that communicators connect with the culprits: their pending collectives
         raise it. Also aborts these collectives if `on_stall` is `free`."""
         info, verdict = evidence.processes.info, update.verdict
-        pids = {(each.host, each.pid) for each in verdict.culprits}
+        pids = with_parts(info, {(each.host, each.pid) for each in verdict.culprits})
         culprits = [index for index, each in enumerate(info) if (each.host, each.pid) in pids]
         if not culprits:
             return

@@ -281,6 +281,29 @@ def test_stacks_are_sampled_of_processes_that_make_no_progress_and_are_not_idle(
         assert list(monitor.stack_candidates(0.0)) == []
 
 
+def test_the_progress_of_a_worker_of_a_process_is_its_progress(run: str) -> None:
+    monitor, builder = ProcessMonitor(run), ReportBuilder("here")
+    program = (
+        "import sys; from lockstep.watch.beacon.writer import open_beacon\n"
+        f"own = open_beacon({run!r}, 'policy-0.1', 'policy-0', 0, 'policy-0')\n"
+        "for number, _ in enumerate(sys.stdin): own.progress('tokens', number); print('up', flush=True)"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as worker:  # type: ignore[call-overload]
+        for _ in range(2):
+            worker.stdin.write("\n")
+            worker.stdin.flush()
+            assert worker.stdout.readline() == "up\n"
+            before = time.monotonic_ns()
+            monitor.sample({})
+        assert monitor.tracked["policy-0"].progress_ns < before
+        assert monitor.tracked["policy-0"].progress_ns == monitor.tracked["policy-0.1"].progress_ns
+        roster, _ = builder.build(monitor)
+        assert decode_report(encode_report(roster)) == roster
+        assert [(each.name, each.parent) for each in roster.processes] == [("policy-0", ""), ("policy-0.1", "policy-0")]
+        worker.kill()
+
+
 def test_the_duration_of_an_ended_stage_is_the_expected_one(run: str) -> None:
     monitor = ProcessMonitor(run)
     monitor.sample({})

@@ -13,7 +13,8 @@ S = 1_000_000_000
 
 def written(name: str = "policy-0", pid: int = 1, tokens: int = 100, **changes: object) -> BeaconState:
     fields: dict = {
-        "path": Path("x"), "run": "r", "name": name, "role": name.split("-")[0], "rank": int(name.split("-")[1]),
+        "path": Path("x"), "run": "r", "name": name, "role": name.split("-")[0],
+        "rank": int(name.split("-")[1].partition(".")[0]),
         "pid": pid, "start_ticks": 7, "created_ns": 0, "created_wall": 0.0, "beat_ns": 0, "stage": "train",
         "stage_since_ns": 90 * S, "counters": {"tokens": ProgressCounter(tokens, 400, 95 * S)},
     }  # fmt: skip
@@ -93,3 +94,12 @@ def test_rows_of_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert row.counters[0].rate is not None
     assert row.counters[0].rate > 0
     assert row.waits[0].waits_for == "x"
+
+
+def test_workers_of_a_process_are_in_its_row() -> None:
+    workers = [
+        written(f"rank-0.{pid}", pid, role="rank-0", rank=pid - 8, parent="rank-0") for pid in (8, 9)
+    ]  # fmt: skip
+    orphan = written("rank-1.7", 7, role="rank-1", rank=0, parent="rank-1")
+    found = beacon_table.process_rows(at(100, written("rank-0", pid=2), *workers, orphan))
+    assert [(row.name, [part.pid for part in row.parts]) for row in found] == [("rank-0", [8, 9]), ("rank-1.7", [])]
