@@ -1,7 +1,9 @@
-"""Runs random faults on real gloo ranks under a real agent and supervisor, and prints their verdicts.
+"""Runs random faults on real ranks under a real agent and supervisor, and prints their verdicts. The ranks use gloo, or
+a backend that behaves like NCCL on the CPU.
 
     python -m benchmarks.faults --cases 200 --seed 1          about ten minutes
     python -m benchmarks.faults --cases 200 --seed 1 --resume continues a stopped record
+    python -m benchmarks.faults --backend emulated_nccl
     python -m benchmarks.faults --table                       the tables of the recorded cases
     python -m benchmarks.faults --only skips extra --cases 20
 
@@ -21,11 +23,14 @@ from typing import Any
 
 from benchmarks.docs_markers import into_page
 from benchmarks.faults.case_runner import run
-from benchmarks.faults.cases import FAULTS, cases
+from benchmarks.faults.cases import BACKENDS, FAULTS, cases
+from benchmarks.faults.emulated_nccl import NAME as EMULATED_NCCL
 from benchmarks.faults.grading import judge, matrix, numbers, wrong
 from benchmarks.runner import ROOT
 
-OUT = ROOT / "benchmarks" / "results" / "cpu" / "faults.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+RECORDS = {"gloo": "faults", EMULATED_NCCL: "faults-emulated-nccl"}
+"""For each backend, the name of its record and of its place in the docs."""
 WRONG = "\nwrong:"
 
 
@@ -36,7 +41,8 @@ def main() -> None:
         raise SystemExit(f"{options.out} has {len(done)} cases already: go on with --resume, or name another --out")
     if not options.table:
         known = {each["case"]["name"] for each in done}
-        wanted = [each for each in cases(options.seed, options.cases, options.only) if each.name not in known]
+        drawn = cases(options.seed, options.cases, options.only, options.backend)
+        wanted = [each for each in drawn if each.name not in known]
         scratch = Path(tempfile.mkdtemp(prefix="lockstep-faults-"))
         began = time.monotonic()
         with ThreadPoolExecutor(options.jobs) as pool, options.out.open("a") as file:
@@ -53,7 +59,7 @@ def main() -> None:
     text = report(done)
     print(text)
     if options.docs:
-        into_page(options.docs, text.split(WRONG)[0].strip(), "faults")
+        into_page(options.docs, text.split(WRONG)[0].strip(), RECORDS[options.backend])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -82,13 +88,16 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", type=int, default=len(FAULTS), help="default: one of each kind")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="+", default=tuple(FAULTS), choices=tuple(FAULTS), metavar="KIND")
+    parser.add_argument("--only", nargs="+", default=(), choices=tuple(FAULTS), metavar="KIND")
+    parser.add_argument("--backend", default="gloo", choices=BACKENDS)
     parser.add_argument("--jobs", type=int, default=2, help="cases at once (default 2)")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: the record of the backend")
     parser.add_argument("--resume", action="store_true", help="leave out the cases that FILE has already")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.out = options.out or RESULTS / f"{RECORDS[options.backend]}.jsonl"
+    return options
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ class Site:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(sys.path[:1] and [str(ROOT), *sys.path]),
+            "TORCH_NCCL_ENABLE_TIMING": str(int(self.case.timed)),
         }
         for rank in range(self.case.world):
             argv = [sys.executable, "-m", "benchmarks.faults.rank", str(self.folder), self.run, str(rank)]

@@ -5,9 +5,11 @@ from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
 
-from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, Groups, draw, layouts, members
+from benchmarks.faults.emulated_nccl import NAME as EMULATED_NCCL
+from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, Groups, draw, layouts, members, other
 
 STEP_LAST = 6
+BACKENDS = ("gloo", EMULATED_NCCL)
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,10 @@ class Fault:
     """Whether the fault is a wrong call, which may be refused."""
     where: str = ""
     """The function that the verdict must name."""
+    device: bool = False
+    """Whether the fault is one of a device, which gloo does not have."""
+    named: bool = True
+    """Whether the evidence can name the culprit; if not, no rank may be named."""
 
 
 GONE, STILL, BUSY = ("dead",), ("absent",), ("absent", "slow")
@@ -47,10 +53,14 @@ FAULTS = {
     "dtype": Fault(WRONG, call=True),
     "root": Fault(WRONG, call=True),
     "branch": Fault(WRONG, call=True),
-    "uneven": Fault(WRONG, call=True),
+    "uneven": Fault((*WRONG, *GONE), call=True),
     "members": Fault((*WRONG, *STILL)),
     "order": Fault(("cycle",)),
     "two": Fault((*GONE, *STILL)),
+    "kernel": Fault(("device_lag",), structural=False, device=True),
+    "untimed kernel": Fault(("in_flight",), structural=False, device=True, named=False),
+    "lag": Fault(("device_lag",), structural=False, device=True),
+    "slow kernel": Fault((), level="notice", device=True),
     "slow": Fault((), level="notice"),
     "tail cpu": Fault((), level="notice"),
     "tail io": Fault((), level="notice"),
@@ -78,6 +88,9 @@ class Case:
     at: int
     """The index of the call in that step before which, or to which, the fault happens."""
     refuse: bool = False
+    backend: str = "gloo"
+    timed: bool = False
+    """Whether the flight recorder records when operations start (TORCH_NCCL_ENABLE_TIMING)."""
 
     @property
     def groups(self) -> Groups:
@@ -96,14 +109,20 @@ class Case:
         return Case(**{**told, "schedule": schedule, "faults": {int(k): v for k, v in told["faults"].items()}})
 
 
-def cases(seed: int, count: int, faults: Sequence[str] = tuple(FAULTS)) -> Iterator[Case]:
-    """The first `count` of a seed's cases: the kinds in turn, the rest drawn."""
+def kinds_of(backend: str) -> tuple[str, ...]:
+    """The kinds of faults that a backend can have."""
+    return tuple(name for name, about in FAULTS.items() if backend == EMULATED_NCCL or not about.device)
+
+
+def cases(seed: int, count: int, faults: Sequence[str] = (), backend: str = "gloo") -> Iterator[Case]:
+    """The first `count` of a seed's cases: the kinds in turn, the rest drawn. `faults` restricts the kinds."""
+    kinds = [each for each in kinds_of(backend) if each in faults or not faults]
     for number in range(count):
         rng = Random(f"{seed}-{number}")
-        yield case(rng, faults[number % len(faults)], f"{seed}-{number}")
+        yield case(rng, kinds[number % len(kinds)], f"{seed}-{number}", backend)
 
 
-def case(rng: Random, fault: str, name: str) -> Case:
+def case(rng: Random, fault: str, name: str, backend: str = "gloo") -> Case:
     """A random case of one kind."""
     while True:
         world = rng.choice((2, 3, 3, 4, 4)) if fault != "two" else rng.choice((3, 4))
@@ -119,7 +138,9 @@ def case(rng: Random, fault: str, name: str) -> Case:
         first, second = rng.choice(PAIRS)
         done = {culprit: first, rng.choice([each for each in range(world) if each != culprit]): second}
     refuse = FAULTS[fault].call and rng.random() < 0.5
-    return Case(name, fault, world, layout, schedule, done, rng.randrange(3, STEP_LAST + 1), at, refuse)
+    step = rng.randrange(3, STEP_LAST + 1)
+    timed = backend == EMULATED_NCCL and fault != "untimed kernel" and (fault == "kernel" or rng.random() < 0.5)
+    return Case(name, fault, world, layout, schedule, done, step, at, refuse, backend, timed)
 
 
 def _place(rng: Random, fault: str, schedule: Sequence[Call], groups: Groups, culprit: int) -> int | None:
@@ -131,6 +152,8 @@ def _place(rng: Random, fault: str, schedule: Sequence[Call], groups: Groups, cu
         own = [i for i in own if PLACES[schedule[i].place].size]
     elif fault == "root":
         own = [i for i in own if schedule[i].place in ROOTED]
+    elif fault == "lag":  # the others may complete a rooted operation without a member
+        own = [i for i in own if schedule[i].place not in ROOTED]
     return rng.choice(own) if own else None
 
 
@@ -161,7 +184,7 @@ class Expected:
 def expected(case: Case) -> Expected:
     """Returns the expected verdict of a case."""
     about = case.about
-    culprits = frozenset(case.faults) if about.kinds else frozenset()
+    culprits = frozenset(case.faults) if about.kinds and about.named else frozenset()
     if not about.kinds:
         return Expected((), about.level, culprits)
     if about.call:
@@ -185,23 +208,26 @@ def _pair(who: tuple[int, ...]) -> frozenset[int]:
 
 def waited_for(case: Case, ahead: int = 1) -> frozenset[tuple[str, int]]:
     """The collectives that the culprits would enter next when the fault happens, on each of their communicators; with
-    `ahead` 2, also the ones after these."""
+    `ahead` 2, also the ones after these. With a process ends what its device has not run yet, so the others may wait in
+    any collective that it has issued in this step."""
     found = set()
-    for rank in case.faults:
-        done = dict.fromkeys(case.groups, 0)
-        for call in list(case.schedule) * (case.step - 1) + list(case.schedule[: case.at]):
-            if members(case.groups, call.group, rank):
-                done[call.group] += 1
-        if case.faults[rank] == "checkpoint":  # at the end of the step
-            for call in case.schedule[case.at :]:
-                done[call.group] += bool(members(case.groups, call.group, rank))
-        elif case.faults[rank] in AT_BEGIN:
-            for call in case.schedule[: case.at]:
-                done[call.group] -= bool(members(case.groups, call.group, rank))
-        found |= {(name, count + k) for name, count in done.items() for k in range(1, ahead + 1)}
+    for rank, fault in case.faults.items():
+        steps = list(case.schedule) * (case.step - 1)
+        if fault == "checkpoint":  # at the end of the step
+            steps += case.schedule
+        elif fault not in AT_BEGIN:
+            steps += case.schedule[: case.at]
+        first = case.step - 1 if case.backend != "gloo" and fault in ENDING else None
+        for group in case.groups:
+            calls = [i for i, call in enumerate(steps) if call.group == group]
+            if members(case.groups, group, rank):
+                unfinished = sum(i >= first * len(case.schedule) for i in calls) if first is not None else 0
+                found |= {(group, len(calls) + k) for k in range(1 - unfinished, ahead + 1)}
     return frozenset(found)
 
 
+ENDING = ("killed", "exits", "raises")
+"""Faults at a call that end the process."""
 AT_BEGIN = ("loader", "reward", "gil", "spins", "memory", "uneven", "slow", "tail cpu", "tail io", "tail counter")
 """Faults in functions that run at the beginning of a step, before its first call."""
 
@@ -219,7 +245,7 @@ def done_by(case: Case, rank: int, steps: int) -> list[tuple[str, Signature]]:
                 continue
             usual = (call.group, _signature(call))
             now = step == case.step and i == case.at and fault is not None and FAULTS[fault].call
-            found += _instead(fault or "", call, usual) if now else [usual]
+            found += _instead(fault or "", call, usual, case.backend) if now else [usual]
     return found
 
 
@@ -228,24 +254,19 @@ def _signature(call: Call) -> Signature:
     return place.operation, place.size, "float32", 0 if call.place in ROOTED else -1
 
 
-def _instead(fault: str, call: Call, usual: tuple[str, Signature]) -> list[tuple[str, Signature]]:
+def _instead(fault: str, call: Call, usual: tuple[str, Signature], backend: str) -> list[tuple[str, Signature]]:
     group, (operation, size, dtype, root) = usual
     if fault == "skips":
         return []
     if fault == "extra":
         return [usual, usual]
     if fault == "branch":
-        return [(group, other(call)), usual]
+        return [(group, _signature(other(call, backend))), usual]
     changed = {
-        "operation": other(call), "shape": (operation, 3 * size, dtype, root),
+        "operation": _signature(other(call, backend)), "shape": (operation, 3 * size, dtype, root),
         "dtype": (operation, size, "float64", root), "root": (operation, size, dtype, 1),
     }[fault]  # fmt: skip
     return [(group, changed)]
-
-
-def other(call: Call) -> Signature:
-    """The signature of another operation than the call's."""
-    return _signature(Call("gradients" if PLACES[call.place].operation != "all_reduce" else "meet", call.group))
 
 
 def partings(case: Case) -> list[tuple[str, int]]:

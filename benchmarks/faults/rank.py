@@ -6,22 +6,26 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.faults import emulated_nccl
 from benchmarks.faults.attached_job import strike
 from benchmarks.faults.cases import AT_BEGIN, Case
-from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, members
+from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, members, other
 from lockstep.base.wait_state import track_wait
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import recorder
 
 BOUND_S = 120.0
 FOREVER_S = 1000.0
+DRAIN_S = 1.0
 ELSEWHERE = ("checkpoint", "slow disk", "never", "members")
 """Faults that do not happen at a call."""
 SILENCE_S = 7.5
@@ -37,6 +41,7 @@ class Rank:
         self.own.stage("begin")
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.step = 0
+        self.on_device = self.case.backend == emulated_nccl.NAME
 
     def run(self) -> None:
         self.join()
@@ -52,10 +57,20 @@ class Rank:
             for i, call in enumerate(self.case.schedule):
                 if members(self.case.groups, call.group, self.rank):
                     self.call(i, call)
+            self.synchronize()
             self.save()
         meet(torch.zeros(1), self.groups[WORLD], 0, self.case.world)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Waits for the device, as reading the loss of a step does, and ends if Lockstep has released this rank."""
+        if self.on_device:
+            emulated_nccl.device().synchronize()
+            recorder.raise_if_stalled()
 
     def join(self) -> None:
+        if self.on_device:
+            emulated_nccl.register()
         recorder.install(refuse=self.case.refuse)
         if self.fault == "never":
             self.strike()
@@ -63,7 +78,9 @@ class Rank:
         with track_wait("rendezvous", "the ranks", f"rank {self.rank} joins policy-1", BOUND_S):
             store = dist.FileStore(str(self.folder / "store"), self.case.world)
             bound = timedelta(seconds=BOUND_S)
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.case.world, timeout=bound)
+            dist.init_process_group(
+                self.case.backend, store=store, rank=self.rank, world_size=self.case.world, timeout=bound
+            )
             for name, each in self.case.groups.items():
                 for ranks in () if name == WORLD else each:
                     made = dist.new_group(list(ranks), timeout=bound, group_desc=name)
@@ -77,6 +94,7 @@ class Rank:
     def later(self) -> None:
         """Create a communicator of all ranks; the culprit passes itself as the only member."""
         dist.barrier()
+        self.synchronize()
         ranks = list(range(self.case.world))
         if self.fault:
             self.strike()
@@ -84,6 +102,7 @@ class Rank:
         with track_wait("rendezvous", "the ranks", f"rank {self.rank} joins late-1", BOUND_S):
             late = dist.new_group(ranks, timeout=timedelta(seconds=BOUND_S), group_desc="late")
         dist.all_reduce(torch.ones(4), group=late)
+        self.synchronize()
 
     def now(self) -> bool:
         return bool(self.fault) and self.step == self.case.step
@@ -176,6 +195,7 @@ class Rank:
         if fault not in ELSEWHERE:
             self.strike()
         if fault == "stopped":
+            self.drain()
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -183,12 +203,13 @@ class Rank:
             sys.exit(0)
         elif fault == "raises":
             raise KeyError("advantages")
+        self.disturb_device(fault, call)
         if fault == "extra":
             self.issue(call)
         if fault == "branch" and self.rank == next(iter(self.case.faults)):
-            self.issue(other(call))
+            self.issue(other(call, self.case.backend))
         if fault == "operation":
-            self.issue(other(call))
+            self.issue(other(call, self.case.backend))
         elif fault == "shape":
             self.issue(call, times=3)
         elif fault == "dtype":
@@ -198,14 +219,34 @@ class Rank:
         elif fault != "skips":
             self.issue(call)
 
+    def drain(self) -> None:
+        """Lets the device complete what it has: the device of a stopped process does, but the emulated one is a thread
+        of it."""
+        if self.on_device:
+            with suppress(TimeoutError):
+                emulated_nccl.device().synchronize(DRAIN_S)
+
+    def disturb_device(self, fault: str, call: Call) -> None:
+        """Launches the kernel of a fault of the device, or makes the call's operation one that does not end."""
+        if fault.endswith("kernel"):
+            kernel = compute if fault == "slow kernel" else threading.Event().wait
+            emulated_nccl.device().compute.launch(kernel)
+        elif fault == "lag":
+            group = self.groups[call.group]
+            assert isinstance(group, emulated_nccl.EmulatedNccl)
+            group.never_end()
+
     def issue(self, call: Call, times: int = 1, dtype: torch.dtype = torch.float32, root: int = 0) -> None:
         group, who = self.groups[call.group], members(self.case.groups, call.group, self.rank)
         size = PLACES[call.place].size * times
         LINES[call.place](torch.ones(size, dtype=dtype), group, who[root], len(who))
 
 
-def other(call: Call) -> Call:
-    return Call("gradients" if PLACES[call.place].operation != "all_reduce" else "meet", call.group)
+def compute() -> None:
+    """A kernel that takes as long as a healthy pause."""
+    until = time.monotonic() + SILENCE_S
+    while time.monotonic() < until:
+        torch.ones(128, 128) @ torch.ones(128, 128)
 
 
 def gradients(tensor: torch.Tensor, group: dist.ProcessGroup, root: int, size: int) -> None:

@@ -34,6 +34,14 @@ class Call:
     group: str
 
 
+def other(call: Call, backend: str) -> Call:
+    """A call of another operation on the same communicator. A barrier of NCCL is an all-reduce of one element, so there
+    a broadcast stands for an all-reduce."""
+    if PLACES[call.place].operation != "all_reduce":
+        return Call("gradients", call.group)
+    return Call("meet" if backend == "gloo" else "weights", call.group)
+
+
 Groups = dict[str, tuple[tuple[int, ...], ...]]
 """The communicators of each name, each as the tuple of its ranks; a rank is in at most one communicator of a name."""
 

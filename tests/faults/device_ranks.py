@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.faults.emulated_nccl import device
+from benchmarks.faults.emulated_nccl import device
 from tests.faults.ranks import BOUND_S, Job
 
 

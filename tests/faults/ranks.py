@@ -18,12 +18,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults import emulated_nccl
 from lockstep.base.folders import run_shm_dir, shm_root
 from lockstep.watch.beacon.beacon_records import CommunicatorRecord
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import commands, recorder
-from tests.faults import emulated_nccl
 
 RUN = "ranks"
 BOUND_S = 60.0

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.faults.emulated_nccl import NAME
 from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
 from tests.faults import device_ranks
-from tests.faults.emulated_nccl import NAME
 from tests.faults.live_diagnosis import LiveDiagnosis, ranks_of
 from tests.faults.ranks import ranks
 

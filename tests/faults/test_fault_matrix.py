@@ -1,4 +1,5 @@
-"""The fault matrix: real gloo ranks under a real agent and supervisor, one case per kind of fault, and random cases.
+"""The fault matrix: real ranks under a real agent and supervisor, one case per kind of fault, and random cases; with
+gloo and with a backend whose collectives return when they are enqueued, as with NCCL.
 
 `python -m benchmarks.faults` runs hundreds of such cases.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.case_runner import run
-from benchmarks.faults.cases import FAULTS, Case, case, cases, expected
+from benchmarks.faults.cases import BACKENDS, EMULATED_NCCL, Case, case, cases, expected, kinds_of
 from benchmarks.faults.grading import judge, wrong
 
 JOBS = 4
@@ -24,15 +25,27 @@ JOBS = 4
 CHUNKS, CHUNK = 12, 10
 FIRST = {"members": 5}
 """Seeds of the cases that are not slow tests, if not 1."""
+QUICK_ON_DEVICE = ("stopped", "skips", "kernel", "lag", "slow kernel")
+"""The kinds that the quick tests try on the emulated device; with gloo they try all."""
+ONE_OF_EACH = [
+    pytest.param(
+        backend, kind, marks=pytest.mark.slow if backend == EMULATED_NCCL and kind not in QUICK_ON_DEVICE else ()
+    )
+    for backend in BACKENDS
+    for kind in kinds_of(backend)
+]
+Kind = tuple[str, str]
+"""A backend and a kind of fault."""
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[Kind, Future[dict[str, Any]]]]:
     """One running case of every kind that this session tests, all started at once."""
-    wanted = [each.callspec.params["kind"] for each in request.session.items if "kind" in _parameters(each)]
+    parameters = [_parameters(each) for each in request.session.items]
+    wanted = dict.fromkeys((each["backend"], each["kind"]) for each in parameters if "kind" in each)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-matrix-"))
     with ThreadPoolExecutor(JOBS) as pool:
-        yield {kind: pool.submit(_run, one_of(kind), folder) for kind in dict.fromkeys(wanted)}
+        yield {each: pool.submit(_run, one_of(*each), folder / each[0]) for each in wanted}
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -45,15 +58,15 @@ def _run(each: Case, folder: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def one_of(kind: str) -> Case:
-    return case(Random(f"{FIRST.get(kind, 1)}-{kind}"), kind, kind)
+def one_of(backend: str, kind: str) -> Case:
+    return case(Random(f"{FIRST.get(kind, 1)}-{kind}"), kind, kind, backend)
 
 
 @pytest.mark.xdist_group("matrix")
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", FAULTS)
-def test_each_kind_of_fault_is_reported(kind: str, outcomes: dict[str, Future[dict[str, Any]]]) -> None:
-    outcome = outcomes[kind].result(300)
+@pytest.mark.parametrize(("backend", "kind"), ONE_OF_EACH)
+def test_each_kind_of_fault_is_reported(backend: str, kind: str, outcomes: dict[Kind, Future[dict[str, Any]]]) -> None:
+    outcome = outcomes[backend, kind].result(300)
     assert wrong([judge(outcome)]) == [], outcome
     ended_as_it_should(outcome)
 
@@ -73,9 +86,10 @@ def ended_as_it_should(outcome: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_random_cases_are_reported(chunk: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_cases_are_reported(backend: str, chunk: int, tmp_path: Path) -> None:
     seed = int(os.environ.get("LOCKSTEP_TEST_SEED", "1"))
-    drawn = list(cases(seed, CHUNKS * CHUNK))[chunk::CHUNKS]
+    drawn = list(cases(seed, CHUNKS * CHUNK, backend=backend))[chunk::CHUNKS]
     with ThreadPoolExecutor(2) as pool:
         found = [judge(each) for each in pool.map(functools.partial(_run, folder=tmp_path), drawn)]
     assert [each.innocents for each in found] == [()] * len(found), wrong(found)

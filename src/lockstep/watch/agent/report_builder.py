@@ -24,6 +24,7 @@ from lockstep.watch.diagnosis.evidence_types import (
     UNKNOWN,
     CollectiveCall,
     CommunicatorInfo,
+    Liveness,
     ProcessInfo,
     ProcessNote,
 )
@@ -32,6 +33,10 @@ QUIET_S = 1.0
 """Reports contain no details of processes that made progress within this time."""
 CALLS_REPORTED = 8
 """The number of newest calls that are reported for a member without recent progress; for others it is one."""
+
+SILENT_S = 1.0
+"""If the recorder's thread of a process has been silent for this long, ten times its interval, the counts that only it
+writes may be outdated: the interpreter lock is held, and the device of the process has completed more meanwhile."""
 
 
 @dataclass
@@ -64,7 +69,7 @@ class ReportBuilder:
             self.host,
             self.roster.number,
             processes=b"".join(_pack_process_state(each, now) for each in states),
-            members=b"".join(_pack_membership(record, now) for _, record in memberships),
+            members=b"".join(_pack_membership(record, now, _is_silent(states[i], now)) for i, record in memberships),
             stages=tuple(each.beacon.stage if each.beacon is not None else "" for each in states),
             notes={i: note for i, each in enumerate(states) if (note := _process_note(each, monitor, now)) is not None},
             waits=tuple(_wait_reports(states, now)),
@@ -117,10 +122,18 @@ def _pack_process_state(process: ProcessState, now: int) -> bytes:
     )  # fmt: skip
 
 
-def _pack_membership(record: CommunicatorRecord, now: int) -> bytes:
+def _is_silent(process: ProcessState, now: int) -> bool:
+    """Whether the recorder's thread of a running process writes no heartbeat."""
+    beat = process.beacon.beat_ns if process.beacon is not None else 0
+    return process.liveness == Liveness.RUNNING and beat > 0 and now - beat > SILENT_S * 1e9
+
+
+def _pack_membership(record: CommunicatorRecord, now: int, silent: bool) -> bytes:
+    outdated = silent and record.on_device
+    completed, started = (UNKNOWN, UNKNOWN) if outdated else (record.completed, record.started)
     return pack_member(
-        record.entered, record.completed, _age_s(record.entered_ns, now), _age_s(record.completed_ns, now),
-        record.blocked, record.blind, record.started, _age_s(record.pending_ns, now), record.on_device,
+        record.entered, completed, _age_s(record.entered_ns, now), _age_s(record.completed_ns, now),
+        record.blocked, record.blind, started, _age_s(record.pending_ns, now), record.on_device,
     )  # fmt: skip
 
 

@@ -135,11 +135,12 @@ def _compare_counts(
     any: these outliers, the start of the wait at which their peers are compared, and a text about one of the outliers.
 
     Peers are the processes that have reached a collective x of the deadlock; their calls on the parallel groups of
-    another communicator of the deadlock are counted. An outlier has reached x after a different number of these calls,
-    or is missing at x because it waits in such a call that its peers have not made. A process that waits in such a call
-    and is not missing at x may rightly be ahead of those at x.
+    another communicator of the deadlock are counted, without those that their devices have not reached. An outlier has
+    reached x after a different number of these calls, or is missing at x because it waits in such a call that its peers
+    have not made. A process that waits in such a call and is not missing at x may rightly be ahead of those at x.
     """
     members, involved = context.evidence.communicators, set().union(*waiters_by_node)
+    reached = context.pending.reached(members)
     kinds = _find_kinds(context, graph, deadlock, waiters_by_node)
     found = []
     for x in deadlock.tolist():
@@ -147,18 +148,18 @@ def _compare_counts(
         if not graph.is_collective(x):
             continue
         rows_of_x = context.members(communicator)
-        arrived = members.process[rows_of_x][members.entered[rows_of_x] >= graph.seq[x]]
+        arrived = members.process[rows_of_x][reached[rows_of_x] >= graph.seq[x]]
         missing = set(graph.blockers(x))
         for kind in kinds:
             if kind.communicators == {communicator}:
                 continue
             rows = kind.rows_of(arrived)
             rows = rows[context.pending.communicator[rows] != communicator]
-            usual = _typical_count(members.entered[rows])
+            usual = _typical_count(reached[rows])
             if usual is None:
                 continue
             outlier_rows = [
-                row for row in rows[members.entered[rows] != usual].tolist() if int(members.process[row]) in involved
+                row for row in rows[reached[rows] != usual].tolist() if int(members.process[row]) in involved
             ] or [
                 _membership(context, process, int(graph.communicator[y]))
                 for process in missing & kind.waits.keys()
@@ -167,7 +168,7 @@ def _compare_counts(
             ]
             outliers = tuple(sorted({int(members.process[row]) for row in outlier_rows}))
             if outliers and len(outliers) < len(involved):
-                text = min(_count_text(context, row, usual) for row in outlier_rows)
+                text = min(_count_text(context, row, int(reached[row]), usual) for row in outlier_rows)
                 found.append((outliers, float(graph.since[x]), text))
     return found
 
@@ -233,10 +234,9 @@ def _typical_count(counts: IntArray) -> int | None:
     return int(values[np.argmax(votes)]) if 2 * votes.max() > len(counts) else None
 
 
-def _count_text(context: DiagnosisContext, row: int, usual: int) -> str:
-    members = context.evidence.communicators
-    name = members.info[int(context.pending.communicator[row])].name
-    return f"has entered {int(members.entered[row])} collectives of '{name}' where its peers have entered {usual}"
+def _count_text(context: DiagnosisContext, row: int, count: int, usual: int) -> str:
+    name = context.evidence.communicators.info[int(context.pending.communicator[row])].name
+    return f"has entered {count} collectives of '{name}' where its peers have entered {usual}"
 
 
 def _resolves(graph: WaitGraph, deadlock: IntArray, process: int) -> bool:

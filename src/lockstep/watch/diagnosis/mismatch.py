@@ -170,9 +170,10 @@ def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tu
 
 def _signature_in_order(context: DiagnosisContext, divergence: _Divergence) -> int | None:
     """The correct call of two, if a member that has not reached this call waits in a collective of another
-    communicator: the processes that have not entered that collective skipped it, so the call of the others is
-    correct."""
+    communicator: the processes (or devices) that have not reached that collective skipped it, so the call of the others
+    is correct."""
     members, inside = context.evidence.communicators, context.pending
+    reached = inside.reached(members)
     rows, votes = context.members(divergence.communicator), divergence.votes()
     not_arrived = members.process[rows][(members.entered[rows] >= 0) & (members.entered[rows] < divergence.seq)]
     if len(votes) != 2 or not len(not_arrived):
@@ -180,8 +181,8 @@ def _signature_in_order(context: DiagnosisContext, divergence: _Divergence) -> i
     skippers: set[int] = set()
     for row in np.flatnonzero(inside.waits & np.isin(members.process, not_arrived[:WINDOW])).tolist():
         rows_there = context.members(int(inside.communicator[row]))
-        not_entered = (members.entered[rows_there] >= 0) & (members.entered[rows_there] < inside.seq[row])
-        skippers |= {*members.process[rows_there][not_entered].tolist()}
+        not_reached = (reached[rows_there] >= 0) & (reached[rows_there] < inside.seq[row])
+        skippers |= {*members.process[rows_there][not_reached].tolist()}
     sides = [signature for signature, _ in votes if skippers & {*divergence.of(signature).tolist()}]
     return next(signature for signature, _ in votes if signature != sides[0]) if len(sides) == 1 else None
 

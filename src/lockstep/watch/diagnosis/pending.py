@@ -27,6 +27,11 @@ class PendingCollectives:
     elsewhere: NDArray[np.bool_]
     """True if the process has issued the collective, and its device has not reached it."""
 
+    def reached(self, members: MembershipTable) -> IntArray:
+        """`[memberships]`: the last collective that the process, or its device, has reached; `UNKNOWN` without
+        evidence."""
+        return np.where(self.elsewhere, self.seq - 1, members.entered)
+
 
 def find_pending(evidence: Evidence) -> PendingCollectives:
     """The memberships inside a collective.

@@ -14,7 +14,7 @@ from lockstep.base.folders import new_run_id
 from lockstep.base.wait_state import track_wait
 from lockstep.watch.agent.process_monitor import ProcessMonitor, StageDurations
 from lockstep.watch.agent.report_builder import ReportBuilder
-from lockstep.watch.agent.report_messages import PROCESS_RECORD, decode_report, encode_report
+from lockstep.watch.agent.report_messages import MEMBER_RECORD, PROCESS_RECORD, decode_report, encode_report
 from lockstep.watch.agent.worker_spawner import WorkerProcess
 from lockstep.watch.attach.run_observer import RunObserver, run_of_process
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
@@ -72,6 +72,26 @@ def test_a_wait_is_reported_with_its_age(run: str) -> None:
         _, state = ReportBuilder("here").build(monitor)
     (wait,) = state.waits
     assert (wait.process, wait.waits_for, wait.kind, wait.main, wait.idle) == (0, "reward-0", "future", True, False)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_counts_of_a_device_are_unknown_while_the_recorder_is_silent(
+    run: str, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """A process that holds the interpreter lock cannot record what its device completes."""
+    rings = current_beacon().call_rings()
+    assert rings is not None
+    slot = rings.open_slot(7, 1, "0", "fsdp", "nccl" if on_device else "gloo", 2, 0, on_device=on_device)
+    assert slot is not None
+    slot.write_counts(12, 11, 1, 1, 12)
+    current_beacon().beat()
+    for silent_s, outdated in ((60.0, False), (0.0, on_device)):
+        monkeypatch.setattr("lockstep.watch.agent.report_builder.SILENT_S", silent_s)
+        monitor = ProcessMonitor(run)
+        monitor.sample({})
+        _, state = ReportBuilder("here").build(monitor)
+        entered, completed, started, *_ = MEMBER_RECORD.unpack(state.members)
+        assert (entered, completed, started) == ((12, -1, -1) if outdated else (12, 11, 12))
 
 
 @pytest.mark.parametrize(

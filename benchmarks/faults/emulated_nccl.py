@@ -17,6 +17,8 @@ It keeps the semantics of torch's CUDA streams:
   it. The i-th send from a to b meets the i-th receive of b from a. The operations of a batch start together.
 - **`abort()`** ends the operations of a communicator without a result and without an error; `synchronize()` then
   returns, and the next call on the communicator raises `DistBackendError`.
+- **Faults of the device**: a kernel on the compute stream that takes long, or does not end; and `never_end()`, after
+  which an operation transfers its data and is not completed on this member.
 - The **flight recorder** (`_dump_nccl_trace_json`) has entries with the states scheduled, started and completed, and
   the status of each communicator. As with ProcessGroupNCCL, the status has the number of the last operation of either
   sort, although collectives and point-to-point operations are counted separately. `started` is reported only with
@@ -180,6 +182,7 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         self.stream = Stream(f"communicator {self.number}")
         device().streams.append(self.stream)
         self._aborted = threading.Event()
+        self._never_ends = False
         self._batch: list[tuple[Kernel, dict[str, Any]]] | None = None
         self._name, self._description = "", ""
 
@@ -227,10 +230,16 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
             operation()
         except RuntimeError:  # a peer is gone, which most transports of NCCL do not notice
             self._aborted.wait(FOREVER_S)
+        if self._never_ends:
+            self._aborted.wait(FOREVER_S)
         if not self._aborted.is_set():
             for each in entries:
                 trace.completed(self, each)
         done.set()
+
+    def never_end(self) -> None:
+        """From the operation on that is issued next, operations do not end on this member, a fault of its device."""
+        self.stream.launch(lambda: setattr(self, "_never_ends", True))
 
     def _check_usable(self) -> None:
         if self._aborted.is_set():

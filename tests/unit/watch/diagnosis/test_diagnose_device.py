@@ -1,0 +1,54 @@
+"""Verdicts on processes whose devices run what they issue in order (NCCL)."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from test_diagnose import AT, NAN, Group, One, check, diagnose, policy, snapshot
+
+from lockstep.watch.diagnosis.evidence import Evidence
+from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness, ProcessNote
+from lockstep.watch.diagnosis.verdict import VerdictKind
+
+REFUSED = ProcessNote(error="lockstep.base.errors.CollectiveRefused: collective #7 on 'world' does not match")
+
+
+def on_device(job: Evidence, issued_s: Sequence[float]) -> Evidence:
+    """`issued_s` says how many seconds ago each member issued its oldest unfinished collective; NaN: none is."""
+    members = job.communicators
+    columns = {"on_device": np.ones(len(members.process), np.bool_), "pending_at": AT - np.array(issued_s)}
+    return replace(job, communicators=replace(members, **columns))
+
+
+def test_collectives_that_a_device_has_not_reached_do_not_count_in_a_deadlock() -> None:
+    """Rank 1 skips #12 of the world and waits in its pair; its peers have issued theirs of the pairs behind #12."""
+    world = Group("world", [0, 1, 2, 3], [12, 11, 12, 12], [11] * 4)
+    pairs = [Group(f"tp{i}", [2 * i, 2 * i + 1], [8, 8], [7, 7], description="tp") for i in (0, 1)]
+    job = on_device(snapshot(policy(4), [world, *pairs]), [60.0, NAN, 60.0, 60.0, 59.9, 60.0, 59.9, 59.9])
+    verdict = check(diagnose(job), VerdictKind.CYCLE, ["policy-1"])
+    assert "has entered 8 collectives of 'tp0' where its peers have entered 7" in verdict.explanation
+
+
+def test_the_rank_whose_device_is_missing_in_an_earlier_collective_made_the_wrong_call() -> None:
+    """Rank 0 makes an extra call on the world, behind which its device does not reach the collective of rank 1 and 2;
+    rank 3 is refused."""
+    world = Group("world", [0, 1, 2, 3], [7, 6, 6, 7], [6] * 4)
+    world.calls = {
+        (0, 7): (CollectiveCall("reduce", "[16]", "float32", 0), ""),
+        (3, 7): (CollectiveCall("all_reduce", "[1]", "float32"), ""),
+    }
+    left = Group("left", [0, 1, 2], [5] * 3, [4] * 3)
+    refused = One("policy-3", Liveness.DEAD, 1, AT - 60, note=REFUSED)
+    job = on_device(snapshot(policy(4, p3=refused), [world, left]), [60.0, NAN, NAN, 60.0, 59.9, 60.0, 60.0])
+    assert 0.6 <= check(diagnose(job), VerdictKind.MISMATCH, ["policy-0"]).confidence < 0.8
+
+
+def test_a_death_names_no_collective_that_its_peers_may_have_left_already() -> None:
+    """Counts of devices are polled, so that they are older than the observation of the death."""
+    killed = One("policy-1", Liveness.DEAD, -9, AT - 0.1)
+    for issued_s, named in ((0.2, False), (5.0, True)):
+        world = Group("world", [0, 1], [7, 6], [6, 6], issued_s)
+        job = snapshot([One("policy-0", still=issued_s), killed], [world])
+        assert check(diagnose(job), VerdictKind.DEAD, ["policy-1"]).collective is not None
+        verdict = check(diagnose(on_device(job, [issued_s, NAN])), VerdictKind.DEAD, ["policy-1"])
+        assert (verdict.collective is not None) == named
