@@ -48,10 +48,10 @@ def seeded_random(*names: object) -> random.Random:
     return random.Random("/".join(map(str, (SEED, *names))))
 
 
-def task(folder: Path, rows: int = 20) -> Path:
+def task(folder: Path, rows: int = 20, hidden: int = 32) -> Path:
     """Create a tiny model and the data of a task that is learnt in a few steps: copy a digit."""
     make_tiny(
-        folder / "model", hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, max_length=32, alphabet=ALPHABET, seed=5
+        folder / "model", hidden=hidden, layers=2, heads=2, kv_heads=1, ffn=64, max_length=32, alphabet=ALPHABET, seed=5
     )
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)

@@ -151,6 +151,15 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     return dict(result)
 
 
+def accepts_overrides(config: RunConfig, overrides: Sequence[str]) -> bool:
+    """Whether a config is valid with these overrides."""
+    try:
+        check_config(apply_overrides(config.model_dump(mode="json"), overrides), source="a suggestion")
+    except ConfigError:
+        return False
+    return True
+
+
 def check_config(values: dict[str, Any], source: str) -> RunConfig:
     """Validates a mapping; `source` is named in the errors."""
     recipe = values.get("recipe")

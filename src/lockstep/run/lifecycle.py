@@ -159,18 +159,6 @@ def start_supervisor(
     )
 
 
-def launch_all(prepared: PreparedRun, launcher: RunWorkerLauncher) -> tuple[list[Worker], list[Worker], list[Worker]]:
-    """Starts the ranks of all trained roles, those of served roles, and engines.
-
-    Engines that share GPUs with the ranks are put to sleep before the ranks use the GPUs: vLLM refuses to start if less
-    than its share of a GPU is free, or if other processes allocate memory while it measures its own.
-    """
-    ranks, served, engines = launcher.launch_all()
-    if prepared.config.placement.shared:
-        gather_results([engine.submit(EngineAPI.sleep) for engine in engines], why="free the GPUs")
-    return ranks, served, engines
-
-
 def _umask_mode() -> int:
     """The mode that the umask gives a folder. It can be read only by setting it."""
     umask = os.umask(0o077)
@@ -248,8 +236,16 @@ def _start_run(
         start_supervisor(prepared, cluster, reporter, recovery)
         with reporter.stage("start"):
             launcher = RunWorkerLauncher(prepared, cluster, ledger.generation)
-            ranks, servers, workers = launch_all(prepared, launcher)
-            turns = turns_by_role(config)
+            ranks, servers, workers = launcher.launch_all()
+            turns, engines, engine_turn = turns_by_role(config), None, None
+            if workers:
+                _warn_slow_engines(workers)
+                sampled = prepared.config.rollout, prepared.config.seed, prepared.config.cluster.stall_limit_s
+                engines = make_client(
+                    cluster, workers, *sampled, prepared.data.turns, launcher, recovery, note=recovery.note
+                )
+                closing.callback(engines.close)
+                engine_turn = EngineTurn(turns["rollout"], engines)  # they are on the devices, and leave them first
             served = [
                 ServedGroup(
                     role, [w for w in servers if w.spec.role == role.name], launcher, recovery, turns[role.name]
@@ -258,18 +254,8 @@ def _start_run(
             ]
             trained = _set_up_models(prepared, ranks, served, turns)
             start = _restore(prepared, ledger, trained)
-            engines = None
-            if workers:
-                _warn_slow_engines(workers)
-                sampled = prepared.config.rollout, prepared.config.seed, prepared.config.cluster.stall_limit_s
-                engines = make_client(
-                    cluster, workers, *sampled, prepared.data.turns, launcher, recovery, note=recovery.note
-                )
-                closing.callback(engines.close)
             terms = _served_terms(config, served, interrupt)
-            roles = RunRoles(trained, prepared.data.samples, engines, served=served)
-            if engines is not None:
-                roles.engine_turn = EngineTurn(turns["rollout"], engines.sleep, trained.offload)
+            roles = RunRoles(trained, prepared.data.samples, engines, served=served, engine_turn=engine_turn)
             _add_roles(roles, prepared, ledger, reporter, launcher, recovery, start, terms)
             memory = MemoryCheckpointer(trained, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()

@@ -63,13 +63,13 @@ class RunRoles:
     evaluator: Evaluator | None = None
     served: Sequence[ServedGroup] = ()
     engine_turn: EngineTurn | None = None
-    """When engines use devices that other roles use, too."""
+    """When engines use the devices that other roles use, too."""
 
     def before_generation(self) -> None:
-        """Makes other roles leave the engines' devices; without engines, frees those that the config says."""
-        if self.engine_turn is None:
-            self.trained.offload()
-        else:
+        """Makes other roles leave the engines' devices. Also frees those of trained roles that share none and are
+        offloaded all the same."""
+        self.trained.offload()
+        if self.engine_turn is not None:
             self.engine_turn.begin()
 
 

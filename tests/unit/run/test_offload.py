@@ -12,7 +12,6 @@ from lockstep.config.trainer import OffloadConfig, TrainerConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.devices.device_turns import EngineTurn, turns_by_role
 from lockstep.run.interrupt import InterruptHandler
-from lockstep.run.lifecycle import launch_all
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext
 from lockstep.run.run import MissingRole, Run, RunRoles
@@ -63,7 +62,7 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
         recovery = RecoveryManager(config.recovery, ledger)
         roles = RunRoles(TrainedRoles([policy]), [], engines)
         if engines is not None:
-            roles.engine_turn = EngineTurn(turns["rollout"], engines.sleep, roles.trained.offload)
+            roles.engine_turn = EngineTurn(turns["rollout"], engines)
         return Run(
             config,
             ledger.folder,
@@ -108,10 +107,13 @@ def test_nothing_is_offloaded_by_default(tmp_path: Path, worker: Worker) -> None
 
 
 def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path, worker: Worker) -> None:
-    engines = SimpleNamespace(sleep=lambda: worker.calls.append(("sleep",)))
+    engines = SimpleNamespace(
+        sleep=lambda: worker.calls.append(("sleep",)), wake=lambda: worker.calls.append(("wake",))
+    )
     a_step(run_of(tmp_path, worker, {"parameters": True}, "all", engines))
     calls = [call[0] for call in worker.calls]
-    assert calls == [*("offload", "sleep", "onload", "evaluate", "sleep", "step", "write_weights", "offload", "save")]
+    before, training = ["offload", "wake", "wake"], ["sleep", "onload", "evaluate", "sleep", "step", "write_weights"]
+    assert calls == [*before, *training, "offload", "wake", "save"]
     assert worker.calls[0] == ("offload", True, True), "the optimizer as well, as nothing says otherwise"
     worker.calls.clear()
     a_step(run_of(tmp_path / "stays", worker, {"parameters": False, "optimizer": False}, "all", engines))
@@ -161,17 +163,3 @@ def test_every_trained_role_is_offloaded_while_engines_generate_or_load_weights(
 def test_a_role_that_the_recipe_has_not_is_named(tmp_path: Path, worker: Worker) -> None:
     with pytest.raises(MissingRole, match="this run has no critic"):
         _ = run_of(tmp_path, worker, {}).critic
-
-
-def test_engines_on_shared_devices_sleep_before_ranks_are_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    ranks, engines = [Worker()], [Worker(), Worker()]
-    launcher: Any = SimpleNamespace(launch_all=lambda: (ranks, [], engines))
-    monkeypatch.setattr("lockstep.run.lifecycle.gather_results", lambda calls, why: order.append(f"{len(calls)} sleep"))
-    for colocate, expected in (("all", ["2 sleep"]), ((), [])):
-        order.clear()
-        placement = SimpleNamespace(shared=bool(colocate))
-        prepared: Any = SimpleNamespace(config=SimpleNamespace(placement=placement))
-        assert launch_all(prepared, launcher) == (ranks, [], engines)
-        assert order == expected
-    assert [call[0] for call in engines[0].calls] == ["sleep"] and ranks[0].calls == []

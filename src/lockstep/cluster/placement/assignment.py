@@ -20,7 +20,7 @@ from lockstep.cluster.placement.bundles import (
     make_bundles,
     place_bundle,
 )
-from lockstep.cluster.placement.suggestions import suggest_placements
+from lockstep.cluster.placement.suggestions import LoadCheck, suggest_placements
 from lockstep.config.cluster import PLACED_ROLES, PlacementConfig, RayClusterConfig, RolePlacement
 
 __all__ = [
@@ -147,12 +147,18 @@ class Assignment:
 
 
 def assign(
-    requests: Sequence[ProcessRequest], placement: PlacementConfig, nodes: Sequence[NodeResources]
+    requests: Sequence[ProcessRequest],
+    placement: PlacementConfig,
+    nodes: Sequence[NodeResources],
+    loads: LoadCheck = lambda overrides: True,
 ) -> Assignment:
     """Assigns each process to a node; deterministic.
 
     `pack` fills the node with the most GPUs (then CPUs) first, `spread` gives a role's next process to the node with
     the fewest processes of the role. Ranks keep their order over the nodes, so that neighbours are together.
+
+    Args:
+        loads: whether the run's config is valid with what is suggested.
 
     Raises:
         PlacementError: the placement contradicts itself.
@@ -160,7 +166,10 @@ def assign(
         NodesBusy: the nodes could hold the processes, but are in use.
     """
     return _assign_bundles(
-        make_bundles(requests, placement), placement, nodes, lambda: _find_suggestions(requests, placement, nodes)
+        make_bundles(requests, placement),
+        placement,
+        nodes,
+        lambda: _find_suggestions(requests, placement, nodes, loads),
     )
 
 
@@ -198,7 +207,7 @@ def _assign_bundles(
 
 
 def _find_suggestions(
-    requests: Sequence[ProcessRequest], placement: PlacementConfig, nodes: Sequence[NodeResources]
+    requests: Sequence[ProcessRequest], placement: PlacementConfig, nodes: Sequence[NodeResources], loads: LoadCheck
 ) -> list[str]:
     rooms = sorted((_node_capacity(node, now=False) for node in nodes), reverse=True)
 
@@ -209,7 +218,7 @@ def _find_suggestions(
             return False
         return pack_bundles(kinds, rooms, budget=_TRIAL_BUDGET) is not None
 
-    return suggest_placements(requests, placement, fits)
+    return suggest_placements(requests, placement, fits, loads)
 
 
 def group_alike(bundles: Sequence[Bundle]) -> list[list[Bundle]]:

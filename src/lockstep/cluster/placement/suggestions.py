@@ -3,40 +3,70 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from itertools import islice
+from typing import Any, Literal
 
-from lockstep.cluster.placement.bundles import COUNT_FIELD, ProcessRequest, processes_of
+from lockstep.cluster.placement.bundles import ProcessRequest, processes_of
 from lockstep.config.cluster import PLACED_ROLES, PlacementConfig, RolePlacement
+from lockstep.config.roles import section_of_role
 
 Sets = Literal["all"] | tuple[tuple[str, ...], ...]
 """A value of `placement.colocate`."""
+Change = dict[str, Any]
+"""Values of config fields by dotted path, None for those to leave out."""
 FitCheck = Callable[[Sequence[ProcessRequest], PlacementConfig], bool]
+LoadCheck = Callable[[Sequence[str]], bool]
+"""Whether a run's config is valid with these overrides (`field=value`)."""
 
 MAX_SUGGESTIONS = 4
 """Largest number of suggestions."""
 
 
-def suggest_placements(requests: Sequence[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> list[str]:
-    """Settings with each of which the run would fit; a single change if one is enough."""
+def suggest_placements(
+    requests: Sequence[ProcessRequest],
+    placement: PlacementConfig,
+    fits: FitCheck,
+    loads: LoadCheck = lambda overrides: True,
+) -> list[str]:
+    """Settings with each of which the run would fit and its config is valid; a single change if one is enough."""
     found: list[str] = []
     for look in (
         _suggest_colocation,
         _suggest_narrower_engines,
-        _suggest_fewer_ranks,
+        partial(_suggest_fewer_processes, "policy"),
         partial(_suggest_fewer_processes, "critic"),
         partial(_suggest_fewer_processes, "rollout"),
         _suggest_any_nodes,
         _suggest_fewer_cores,
         _suggest_fewer_scorers,
+        _suggest_halving,
     ):
-        if len(found) == MAX_SUGGESTIONS:
+        if len(found) == MAX_SUGGESTIONS or (found and look is _suggest_halving):
             break
-        answer = next(look(list(requests), placement, fits), None)
-        if answer is not None:
-            found.append(answer)
-    if not found:
-        found += _suggest_halving(list(requests), placement, fits)
+        changes = (each for each in look(list(requests), placement, fits) if loads(_overrides(each)))
+        found += [_format_change(each) for each in islice(changes, 1)]
     return found
+
+
+def _overrides(change: Change) -> list[str]:
+    """A change as overrides of a config."""
+    return [f"{field}={'null' if value is None else _format_value(value)}" for field, value in change.items()]
+
+
+def _format_change(change: Change) -> str:
+    """Human-readable overrides, such as `trainer.ranks=4 with rollout.engine.count=1`."""
+    values = [f"{field}={_format_value(value)}" for field, value in change.items() if value is not None]
+    removed = [field for field, value in change.items() if value is None]
+    parts = [" with ".join(filter(None, (values[0], " and ".join(values[1:]))))] if values else []
+    return " ".join([*parts, *([f"without {' and '.join(removed)}"] if removed else [])])
+
+
+def _format_value(value: Any) -> str:
+    """The value as in an override; one set of roles needs no list around it."""
+    if not isinstance(value, tuple):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    texts = [f"[{','.join(roles)}]" for roles in value]
+    return texts[0] if len(texts) == 1 else f"[{','.join(texts)}]"
 
 
 def _placed_roles(requests: Sequence[ProcessRequest]) -> list[tuple[str, ...]]:
@@ -50,18 +80,18 @@ def _keep_first(requests: Sequence[ProcessRequest], role: str, count: int) -> li
     return [each for each in requests if each.role != role or each.rank < count]
 
 
-def _suggest_colocation(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_colocation(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[Change]:
     ranks, engines = processes_of(requests, "policy"), processes_of(requests, "rollout")
     if placement.shared or not ranks or not engines or not ranks[0].gpus:
         return
     most = len(ranks) // engines[0].gpus
     fewer = [most] if 0 < most < len(engines) else []
     for count in (len(engines), *fewer):
-        also = f" with rollout.engine.count={count}" if count < len(engines) else ""
+        also = {"rollout.engine.count": count} if count < len(engines) else {}
         for sets in _sets_with_engines(placement):
             together = placement.model_copy(update={"colocate": sets})
             if fits(_keep_first(requests, "rollout", count), together):
-                yield f"placement.colocate={_format_sets(sets)}{also}"
+                yield {"placement.colocate": sets, **also}
 
 
 def _sets_with_engines(placement: PlacementConfig) -> list[Sets]:
@@ -72,60 +102,66 @@ def _sets_with_engines(placement: PlacementConfig) -> list[Sets]:
     return [added, "all"] if sets else ["all", added]
 
 
-def _format_sets(sets: Sets) -> str:
-    """The value as in an override; one set needs no list around it."""
-    if isinstance(sets, str):
-        return sets
-    texts = [f"[{','.join(roles)}]" for roles in sets]
-    return texts[0] if len(texts) == 1 else f"[{','.join(texts)}]"
-
-
 def _suggest_narrower_engines(
     requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
-) -> Iterator[str]:
+) -> Iterator[Change]:
     engines = processes_of(requests, "rollout")
     width = engines[0].gpus if engines else 0
     for less in range(width - 1, 0, -1):
         if width % less == 0:
             narrow = [replace(each, gpus=less) if each.role == "rollout" else each for each in requests]
             if fits(narrow, placement):
-                yield f"rollout.engine.tensor_parallel_size={less}"
-
-
-def _suggest_fewer_ranks(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
-    engines = processes_of(requests, "rollout")
-
-    def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
-        fewer = _keep_first(requests, "policy", count)
-        if placement.shared and engines:  # an engine uses its ranks' GPUs
-            fewer = _keep_first(fewer, "rollout", min(len(engines), count // max(engines[0].gpus, 1)))
-        return fewer, placement.model_copy(
-            update={"policy": _on_fewer_nodes(placement.policy, "policy", requests, count)}
-        )
-
-    for count in _largest_fitting(len(processes_of(requests, "policy")), lambda count: fits(*less(count))):
-        kept = len(processes_of(less(count)[0], "rollout"))
-        if engines and not kept:
-            return
-        nodes = less(count)[1].policy.nodes
-        also = [f"rollout.engine.count={kept}"] if kept < len(engines) else []
-        also += [f"placement.policy.nodes={nodes}"] if nodes != placement.policy.nodes else []
-        yield f"trainer.ranks={count}" + (f" with {' and '.join(also)}" if also else "")
+                yield {"rollout.engine.tensor_parallel_size": less}
 
 
 def _suggest_fewer_processes(
     role: str, requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
-) -> Iterator[str]:
-    """Fewer processes of a role that shares its GPUs with no other."""
+) -> Iterator[Change]:
+    """Fewer processes of a role, and of the roles that share its devices: these have as many ranks. Fewer ranks leave
+    room for fewer engines on their devices."""
+    names = _ranks_of_set(role, requests, placement)
+    if not names or names[0] != role:  # none, or those of the set are suggested for another role
+        return
+    engines = processes_of(requests, "rollout") if role == "policy" and placement.shared else []
+    fields = {name: processes_of(requests, name)[0].counted_by for name in names}
 
     def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
-        fewer = _on_fewer_nodes(getattr(placement, role), role, requests, count)
-        return _keep_first(requests, role, count), placement.model_copy(update={role: fewer})
+        fewer = list(requests)
+        for name in names:
+            fewer = _keep_first(fewer, name, count)
+        if engines:  # an engine uses its ranks' GPUs
+            fewer = _keep_first(fewer, "rollout", min(len(engines), count // max(engines[0].gpus, 1)))
+        sections = {section_of_role(name): name for name in names}
+        nodes = {
+            section: _on_fewer_nodes(getattr(placement, section), name, requests, count)
+            for section, name in sections.items()
+        }
+        return fewer, placement.model_copy(update=nodes)
 
     for count in _largest_fitting(len(processes_of(requests, role)), lambda count: fits(*less(count))):
-        nodes = getattr(less(count)[1], role).nodes
-        also = f" with placement.{role}.nodes={nodes}" if nodes != getattr(placement, role).nodes else ""
-        yield f"{COUNT_FIELD[role]}={count}{also}"
+        fewer, on_nodes = less(count)
+        change: Change = dict.fromkeys(fields.values(), count)
+        kept = len(processes_of(fewer, "rollout"))
+        if engines and not kept:
+            return
+        if engines and kept < len(engines):
+            change["rollout.engine.count"] = kept
+        for section in dict.fromkeys(section_of_role(name) for name in names):
+            nodes = getattr(on_nodes, section).nodes
+            if nodes != getattr(placement, section).nodes:
+                change[f"placement.{section}.nodes"] = nodes
+        yield change
+
+
+def _ranks_of_set(role: str, requests: Sequence[ProcessRequest], placement: PlacementConfig) -> list[str]:
+    """The roles with ranks that share devices with a role, itself included, in the order of `PLACED_ROLES`. Engines are
+    alone: there may be fewer of them than ranks."""
+    present = dict.fromkeys(each.role for each in requests if each.section in PLACED_ROLES)
+    if role == "rollout":
+        return [role] if role in present else []
+    key = placement.device_key(role)
+    names = [name for name in present if name != "rollout" and placement.device_key(name) == key]
+    return sorted(names, key=lambda name: PLACED_ROLES.index(section_of_role(name)))
 
 
 def _on_fewer_nodes(role: RolePlacement, name: str, requests: Sequence[ProcessRequest], count: int) -> RolePlacement:
@@ -136,7 +172,7 @@ def _on_fewer_nodes(role: RolePlacement, name: str, requests: Sequence[ProcessRe
     return role.model_copy(update={"nodes": count // (all_of // role.nodes)})
 
 
-def _suggest_any_nodes(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_any_nodes(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[Change]:
     """Removes limits on the number of nodes."""
     for names in _placed_roles(requests):
         roles = {name: getattr(placement, name) for name in names}
@@ -150,34 +186,45 @@ def _suggest_any_nodes(requests: list[ProcessRequest], placement: PlacementConfi
             continue
         open_ = {name: role.model_copy(update={"nodes": None, "gpus_per_node": None}) for name, role in roles.items()}
         if fits(requests, placement.model_copy(update=open_)):
-            yield f"without {' and '.join(fields)}"
+            yield dict.fromkeys(fields)
 
 
-def _suggest_fewer_cores(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_fewer_cores(
+    requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
+) -> Iterator[Change]:
     for share in (0.5, 0.25, 0.1):
         for roles in _placed_roles(requests):
             cpus = {name: getattr(placement, name).cpus * share for name in roles}
             least = [replace(e, cpus=e.cpus * share) if e.role in roles else e for e in requests]
             if fits(least, placement):
-                yield " ".join(f"placement.{name}.cpus={round(value, 4):g}" for name, value in cpus.items())
+                yield {f"placement.{name}.cpus": round(value, 4) for name, value in cpus.items()}
 
 
-def _suggest_fewer_scorers(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_fewer_scorers(
+    requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
+) -> Iterator[Change]:
     for role, field in (("reward", "reward.workers"), ("environment", "rollout.environment.workers")):
 
         def fewer(count: int, role: str = role) -> bool:
             return fits(_keep_first(requests, role, count), placement)
 
         for count in _largest_fitting(len(processes_of(requests, role)), fewer):
-            yield f"{field}={count}"
+            yield {field: count}
 
 
-def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[Change]:
     """Halves all counts and the engines' width repeatedly, without limits on the number of nodes."""
+    names = [name for name in PLACED_ROLES if any(each.section == name for each in requests)]
+    limits: Change = {
+        f"placement.{name}.{field}": None
+        for name in names
+        for field in ("nodes", "gpus_per_node")
+        if getattr(getattr(placement, name), field) is not None
+    }
     any_number = {"nodes": None, "gpus_per_node": None}
-    open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in PLACED_ROLES}
-    limited = any(role != getattr(placement, name) for name, role in open_.items())
-    placement = placement.model_copy(update=open_)
+    placement = placement.model_copy(
+        update={name: getattr(placement, name).model_copy(update=any_number) for name in names}
+    )
     fields = {each.role: each.counted_by for each in requests}
     initial = {role: len(processes_of(requests, role)) for role in fields}
     counts, width = dict(initial), max((each.gpus for each in requests if each.role == "rollout"), default=0)
@@ -187,10 +234,8 @@ def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig,
         less = [each for each in requests if each.rank < counts[each.role]]
         less = [replace(e, gpus=min(e.gpus, width)) if e.role == "rollout" else e for e in less]
         if fits(less, placement):
-            changed = [f"{field}={counts[role]}" for role, field in fields.items() if counts[role] < initial[role]]
-            changed += [f"rollout.engine.tensor_parallel_size={width}"] if width < widest else []
-            yield " with ".join(changed) + (" without nodes and gpus_per_node of the placement" if limited else "")
-            return
+            changed: Change = {field: counts[role] for role, field in fields.items() if counts[role] < initial[role]}
+            yield changed | ({"rollout.engine.tensor_parallel_size": width} if width < widest else {}) | limits
 
 
 def _largest_fitting(have: int, fits: Callable[[int], bool]) -> Iterator[int]:

@@ -1,7 +1,8 @@
 """Replaces lost engines by new processes, and readmits excluded ones when they have the current weights.
 
 Each engine is recovered in its own thread, so that the run's thread can continue. An error that cannot be recovered
-from is raised by the next call of the run's thread.
+from is raised by the next call of the run's thread. Engines that share devices with other roles are recovered only
+while these have left them: an engine takes memory as it starts, and vLLM does not start if its share is not free.
 """
 
 import logging
@@ -87,6 +88,10 @@ class EngineFailover:
 
     def __init__(self, slots: EngineSlots, launcher: WorkerLauncher | None, recovery: EngineRecovery | None) -> None:
         self._slots, self._launcher, self._recovery = slots, launcher, recovery
+        self._lock = threading.Lock()
+        self._under_way, self._paused = 0, False
+        self._deferred: list[tuple[str, Callable[[], None]]] = []
+        """Recoveries to begin after the pause, with the names of their threads."""
 
     @property
     def enabled(self) -> bool:
@@ -102,47 +107,84 @@ class EngineFailover:
 
     def replace(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int) -> None:
         """Starts a new process in place of a lost worker. Returns at once."""
-        self._start(f"replace {worker.spec.name}", lambda: self._replace(rank, worker, failure, unfinished))
+        began = time.monotonic()
+
+        def recover() -> None:
+            self.kill([worker])
+            self._start_process(rank, worker, failure, unfinished, began)
+
+        self._begin(f"replace {worker.spec.name}", recover)
 
     def readmit(self, rank: int, worker: Worker) -> None:
         """Makes an excluded engine drop its requests, load the current weights and rejoin. Returns at once."""
         renewed = worker.submit(EngineAPI.renew)
-        self._start(f"readmit {worker.spec.name}", lambda: self._readmit(rank, worker, renewed))
+        self._begin(f"readmit {worker.spec.name}", lambda: self._readmit(rank, worker, renewed))
 
     def kill(self, workers: Sequence[Worker]) -> None:
         if self._launcher is not None:
             self._launcher.kill(workers)
 
-    def _start(self, name: str, recover: Callable[[], None]) -> None:
+    @property
+    def under_way(self) -> int:
+        """The number of recoveries that use devices: they start a process, or load weights."""
+        with self._lock:
+            return self._under_way
+
+    def pause(self) -> None:
+        """Lets no recovery begin until `resume`. Those under way continue."""
+        with self._lock:
+            self._paused = True
+
+    def resume(self) -> None:
+        """Begins the recoveries that came up since `pause`."""
+        with self._lock:
+            self._paused, deferred, self._deferred = False, self._deferred, []
+        for name, recover in deferred:
+            self._begin(name, recover)
+
+    def _begin(self, name: str, recover: Callable[[], None]) -> None:
+        """Begins a recovery in a thread of its own, after `resume` if they are paused."""
+        with self._lock:
+            if self._paused:
+                self._deferred.append((name, recover))
+                return
+            self._under_way += 1
+
         def run() -> None:
             try:
-                recover()
+                if not self._slots.stopped:
+                    recover()
             except Exception as error:  # noqa: BLE001 - the outermost frame of its thread
                 self._slots.fail(error)
+            with self._lock:
+                self._under_way -= 1
 
         threading.Thread(target=run, name=name, daemon=True).start()
 
-    def _replace(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int) -> None:
-        """Starts processes until one of them serves, as often as the restart budget allows."""
+    def _start_process(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int, began: float) -> None:
+        """Starts a process in place of a worker that was killed. If it does not serve, another one follows, as often as
+        the restart budget allows."""
         assert self._launcher is not None and self._recovery is not None
-        began = time.monotonic()
-        while not self._slots.stopped:
-            try:
-                self._launcher.kill([worker])
-                (worker,) = self._launcher.launch("rollout", [rank])
-                with self._slots.incoming(rank, worker):
-                    self._install(rank, worker)
-            except (RemoteError, WorkerDied, Stalled) as error:
-                if not self._slots.stopped:
-                    self.decide(rank, worker, error, starting=True)
-            except WaitTimeout as error:
-                if error.kind != "placement" or not self._slots.live_engines:
-                    raise
-                log.warning("%s; continuing with %d engines without engine-%d", error, self._slots.live_engines, rank)
-            else:
-                reissued = f", {count_noun(unfinished, 'request')} re-issued" if unfinished else ""
-                self._recovery.restarted(failure, time.monotonic() - began, reissued, requests=unfinished)
+        try:
+            (worker,) = self._launcher.launch("rollout", [rank])
+            with self._slots.incoming(rank, worker):
+                self._install(rank, worker)
+        except (RemoteError, WorkerDied, Stalled) as error:
+            if self._slots.stopped:
                 return
+            self.decide(rank, worker, error, starting=True)
+            self._launcher.kill([worker])  # at once: the next attempt may have to wait for the devices
+        except WaitTimeout as error:
+            if error.kind != "placement" or not self._slots.live_engines:
+                raise
+            log.warning("%s; continuing with %d engines without engine-%d", error, self._slots.live_engines, rank)
+        else:
+            reissued = f", {count_noun(unfinished, 'request')} re-issued" if unfinished else ""
+            self._recovery.restarted(failure, time.monotonic() - began, reissued, requests=unfinished)
+            return
+        self._begin(
+            f"replace {worker.spec.name}", lambda: self._start_process(rank, worker, failure, unfinished, began)
+        )
 
     def _readmit(self, rank: int, worker: Worker, renewed: PendingResult[None]) -> None:
         began = time.monotonic()
@@ -152,7 +194,9 @@ class EngineFailover:
                 self._install(rank, worker)
         except (RemoteError, WorkerDied, Stalled) as error:
             if not self._slots.stopped:
-                self._replace(rank, worker, self.decide(rank, worker, error), 0)
+                failure = self.decide(rank, worker, error)
+                self.kill([worker])
+                self._begin(f"replace {worker.spec.name}", lambda: self._start_process(rank, worker, failure, 0, began))
         else:
             log.warning("%s rejoined after %.1f s", worker.spec.name, time.monotonic() - began)
 

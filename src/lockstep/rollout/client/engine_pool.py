@@ -57,7 +57,7 @@ class EnginePool:
         self._slots = [EngineSlot(rank, worker) for rank, worker in enumerate(workers)]
         self._router = RequestRouter(range(len(workers)), choose_engine)
         self._stragglers = StragglerDetector(reissue or ReissueConfig())
-        self._failover = EngineFailover(self, launcher, recovery)
+        self.failover = EngineFailover(self, launcher, recovery)
         self._changed = changed
         self._answers: deque[tuple[EngineSlot, PendingResult[CompletionBatch]]] = deque()
         """Answered `collect` calls that are not read yet. Appended without the lock."""
@@ -167,20 +167,15 @@ class EnginePool:
                     else:
                         folders[slot.worker.spec.name] = folder
             self._watch_dispatched(self._dispatch())
-        self._call_all(
+        self.call_all(
             lambda worker: worker.submit(EngineAPI.load_weights, folders[worker.spec.name], version),
             f"weights of version {version}", folders,
         )  # fmt: skip
 
-    def sleep(self) -> None:
-        """Makes the engines release the devices to the trainer if they are idle. They wake for their next request."""
-        if not self._router.any_open():
-            self._call_all(lambda worker: worker.submit(EngineAPI.sleep), "sleep")
-
     def counters(self) -> list[EngineProgress]:
         """The counters of the live engines that are not silent."""
         names = {slot.worker.spec.name for slot in self._slots if slot.worker is not None and not slot.silent}
-        return self._call_all(lambda worker: worker.submit(EngineAPI.progress), "progress", names)
+        return self.call_all(lambda worker: worker.submit(EngineAPI.progress), "progress", names)
 
     def progress_by_engine(self, selected: Callable[[Worker], bool]) -> dict[str, int]:
         """Progress counts of engines by name, including starting and excluded engines. Any thread may call."""
@@ -190,7 +185,7 @@ class EnginePool:
 
     def kill_engines(self, selected: Callable[[Worker], bool], why: str) -> bool:
         """Kills and replaces engines, including starting and excluded ones. Returns whether there was one."""
-        if not self._failover.enabled:
+        if not self.failover.enabled:
             return False
         with self._lock:
             serving = [(slot, slot.worker) for slot in self._slots if slot.worker is not None and selected(slot.worker)]
@@ -200,8 +195,8 @@ class EnginePool:
             log.warning("killing %s: %s", worker.spec.name, why)
         for slot, worker in serving:
             self._handle_loss(slot, worker, WorkerDied(worker.spec.name, slot.rank, None, "", why))
-        self._failover.kill([worker for _, worker in serving])
-        self._failover.kill(incoming)  # the failover threads that wait for their answers replace them
+        self.failover.kill([worker for _, worker in serving])
+        self.failover.kill(incoming)  # the failover threads that wait for their answers replace them
         return bool(serving or incoming)
 
     def close(self) -> None:
@@ -308,7 +303,7 @@ class EnginePool:
         self.changes += 1
         self._vacate(slot)
         self._incoming[slot.rank] = worker
-        self._failover.readmit(slot.rank, worker)
+        self.failover.readmit(slot.rank, worker)
 
     def _update_counters(self, slot: EngineSlot, now: float) -> None:
         """Reads an engine's counters if they have arrived, and requests new ones."""
@@ -351,16 +346,16 @@ class EnginePool:
             self.changes += 1
             unfinished = self._vacate(slot)
             try:
-                failure = self._failover.decide(slot.rank, worker, error)
+                failure = self.failover.decide(slot.rank, worker, error)
             except Exception as final:  # noqa: BLE001 - raised by the next call of the run's thread
                 self._error = final
             else:
                 self._watch_dispatched(self._dispatch())
-                self._failover.replace(slot.rank, worker, failure, unfinished)
+                self.failover.replace(slot.rank, worker, failure, unfinished)
         self._changed.set()
 
     def _watch_for_death(self, slot: EngineSlot, worker: Worker) -> None:
-        if self._failover.enabled:
+        if self.failover.enabled:
             worker.on_death(lambda error: self._handle_loss(slot, worker, error))
 
     def _watch_dispatched(self, dispatched: Sequence[_Dispatch]) -> None:
@@ -378,7 +373,7 @@ class EnginePool:
         for _, _, pending in dispatched:
             pending.on_done(lambda pending=pending: on_done(pending))  # type: ignore[misc]
 
-    def _call_all(
+    def call_all(
         self, call: Callable[[Worker], PendingResult[T]], why: str, names: Collection[str] | None = None
     ) -> list[T]:
         """Calls all live engines, or those with these names, and returns their answers. Handles lost engines."""

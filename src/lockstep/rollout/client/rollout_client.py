@@ -12,6 +12,7 @@ from lockstep.config.rollout import ReissueConfig, SamplingConfig
 from lockstep.data.samples import Completion, Prompt
 from lockstep.rollout.client.engine_failover import EngineRecovery, WeightSource
 from lockstep.rollout.client.engine_pool import EnginePool
+from lockstep.rollout.client.engine_sleep import EngineSleep
 from lockstep.rollout.client.request_router import EngineLoad
 from lockstep.rollout.engine_protocol import EngineProgress, Request, request_seed
 from lockstep.watch.beacon.writer import current_beacon
@@ -48,6 +49,7 @@ class RolloutClient:
         self._changed = threading.Event()
         """Set when completions may have arrived."""
         self._pool = EnginePool(workers, self._changed, self._choose_engine, launcher, recovery, reissue)
+        self._sleep = EngineSleep(self._pool, stall_s)
         self._queue_of: dict[str, str] = {}
         """The queue of every open request, by request id."""
         self._arrived: dict[str, list[Completion]] = {}
@@ -125,9 +127,14 @@ class RolloutClient:
         Raises:
             RemoteError, WorkerDied, GaveUp: an engine failed, and recovery did not handle it.
         """
+        self._all_arrived()
+        return self._arrived.pop(queue, [])
+
+    def _all_arrived(self) -> bool | None:
+        """Takes the completions that have arrived, for their queues. Returns True if no request is open, else None."""
         for completion in self._pool.collect():
             self._arrived.setdefault(self._queue_of.pop(completion.request), []).append(completion)
-        return self._arrived.pop(queue, [])
+        return None if self._queue_of else True
 
     def wait_until(self, poll: Callable[[], T | None], why: str, step: int = -1) -> T:
         """Calls `poll` until it returns something other than None, and returns that.
@@ -189,9 +196,20 @@ class RolloutClient:
         return self._pool.kill_engines(selected, why)
 
     def sleep(self) -> None:
-        """Makes the engines release shared devices to the trainer if they are idle. They wake for their next
-        request."""
-        self._pool.sleep()
+        """Makes the engines leave the devices that they share with other roles, once they have completed their open
+        requests. Lost engines are replaced after `wake`. Does nothing if the engines sleep already.
+
+        Raises:
+            Stalled, RemoteError, WorkerDied, GaveUp: an engine failed, and recovery did not handle it.
+        """
+        if self._queue_of:
+            self.wait_until(self._all_arrived, "open requests, after which the engines sleep")
+        self._sleep.begin()
+
+    def wake(self) -> None:
+        """Lets the engines use the devices after `sleep`: they wake for their next request, and lost ones are
+        replaced."""
+        self._sleep.end()
 
     def counters(self) -> list[EngineProgress]:
         """The counters of the live engines that are not silent."""

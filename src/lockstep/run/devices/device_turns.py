@@ -36,11 +36,22 @@ class DeviceTurns:
         when they have.
 
         Raises:
-            RemoteError, WorkerDied, Stalled: a trained role could not leave.
+            RemoteError, WorkerDied, Stalled: a trained role, or engines with open requests, could not leave.
         """
-        for each in self._users:  # those that left before as well: a replaced engine is back on the devices
+        for each in self._users:
             if each is not user:
                 each.offload()
+
+
+class Engines(Protocol):
+    """The engines of a run; implemented by `RolloutClient`."""
+
+    def sleep(self) -> None:
+        """Makes all engines leave their devices, and keeps lost ones from being replaced. Does nothing if the engines
+        sleep already."""
+
+    def wake(self) -> None:
+        """Lets the engines use their devices again."""
 
 
 class EngineTurn:
@@ -48,22 +59,21 @@ class EngineTurn:
 
     Args:
         turns: those of the engines' devices.
-        sleep: makes the engines release their devices.
-        offload: frees the devices of trained roles whose config says so, also of those that share no device.
     """
 
-    def __init__(self, turns: DeviceTurns, sleep: Callable[[], None], offload: Callable[[], None]) -> None:
-        self._turns, self._sleep, self._offload_others = turns, sleep, offload
+    def __init__(self, turns: DeviceTurns, engines: Engines) -> None:
+        self._turns, self._engines = turns, engines
         turns.join(self)
 
     def begin(self) -> None:
         """Makes trained and served roles leave the devices of the engines, which wake for their next request."""
-        self._offload_others()
         self._turns.begin(self)
+        self._engines.wake()
 
     def offload(self) -> None:
-        """Makes the engines sleep."""
-        self._sleep()
+        """Makes the engines sleep, once they have completed their requests. Raises what `RolloutClient.sleep`
+        raises."""
+        self._engines.sleep()
 
 
 def turns_by_role(config: RunConfig) -> dict[str, DeviceTurns]:

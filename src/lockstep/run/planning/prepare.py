@@ -11,7 +11,7 @@ from lockstep.base.text import count_noun
 from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.config.cluster import PlacementConfig, RayClusterConfig
 from lockstep.config.data import DatasetConfig
-from lockstep.config.loader import apply_overrides, check_config
+from lockstep.config.loader import accepts_overrides, apply_overrides, check_config
 from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
@@ -131,7 +131,8 @@ def prepare_run(
     notes += placement_notes(config)
     if config.cluster.kind == "ray":
         own = not uses_existing_cluster(config.cluster)
-        plan = assign_nodes(plan, config.placement, [local_node(plan.wanted, host)] if own else nodes)
+        usable = [local_node(plan.wanted, host)] if own else nodes
+        plan = assign_nodes(plan, config.placement, usable, lambda changes: accepts_overrides(config, changes))
         notes += [plan.busy] if plan.busy else []
     if config.reward is not None:
         check_terms(config.reward.terms)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from lockstep.base.text import count_noun
 from lockstep.cluster.placement.assignment import Assignment, NodesBusy, assign
 from lockstep.cluster.placement.bundles import Bundle, NodeResources, ProcessRequest, make_bundles
+from lockstep.cluster.placement.suggestions import LoadCheck
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.roles import section_of_role
 from lockstep.config.run_config import RunConfig
@@ -167,8 +168,16 @@ def _collectives(config: RunConfig, models: Mapping[str, ModelFacts]) -> Iterato
             yield replace(each, communicator=f"{served.name} {each.communicator}")
 
 
-def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[NodeResources] | None) -> RunPlan:
+def assign_nodes(
+    plan: RunPlan,
+    placement: PlacementConfig,
+    nodes: Sequence[NodeResources] | None,
+    loads: LoadCheck = lambda overrides: True,
+) -> RunPlan:
     """Adds a node for every process to the plan, if the nodes are known.
+
+    Args:
+        loads: whether the run's config is valid with what is suggested where it does not fit.
 
     Raises:
         PlacementError: the placement contradicts itself or the config.
@@ -178,7 +187,7 @@ def assign_nodes(plan: RunPlan, placement: PlacementConfig, nodes: Sequence[Node
         make_bundles(plan.wanted, placement)  # raises PlacementError
         return plan
     try:
-        return replace(plan, assignment=assign(plan.wanted, placement, nodes))
+        return replace(plan, assignment=assign(plan.wanted, placement, nodes, loads))
     except NodesBusy as error:
         return replace(plan, busy=str(error))
 

@@ -244,7 +244,7 @@ def test_contradicting_placements_are_refused(
         ),
         pytest.param(
             run(8, 4, 8), {}, [node(0, gpus=4)], "engine-0",
-            "trainer.ranks=2 with rollout.engine.count=1 with rollout.engine.tensor_parallel_size=2", id="all",
+            "trainer.ranks=2 with rollout.engine.count=1 and rollout.engine.tensor_parallel_size=2", id="all",
         ),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Roles that share devices take turns: one at a time is on them, and none is moved without a reason."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,25 +57,27 @@ def test_a_turn_that_could_not_begin_begins_again() -> None:
     assert second.on_device and not first.on_device
 
 
-def test_engines_sleep_when_another_role_begins() -> None:
-    turns, slept = DeviceTurns(), []
+def test_engines_sleep_when_another_role_begins_and_wake_when_it_has_left() -> None:
+    turns, order = DeviceTurns(), list[str]()
     user = User(turns)
-    engines = EngineTurn(turns, lambda: slept.append("engines"), lambda: slept.append("others"))
+
+    def wake() -> None:
+        order.append("engines wake" if not user.on_device else "too early")
+
+    engines = EngineTurn(turns, SimpleNamespace(sleep=lambda: order.append("engines sleep"), wake=wake))
     user.compute()
     engines.begin()
-    assert not user.on_device and slept == ["engines", "others"]
+    assert not user.on_device
     user.compute()
-    assert slept == ["engines", "others", "engines"]
+    assert order == ["engines sleep", "engines wake", "engines sleep"]
 
 
-def test_engines_that_were_replaced_during_a_turn_leave_before_the_next_call() -> None:
-    """A new engine is on the devices, whoever's turn it is."""
-    turns, slept = DeviceTurns(), []
-    user = User(turns)
-    EngineTurn(turns, lambda: slept.append("engines"), lambda: None)
-    user.compute()
-    user.compute()
-    assert slept == ["engines", "engines"] and user.on_device and not user.moves
+def test_engines_sleep_before_any_model_is_loaded() -> None:
+    """They load theirs as they start, so they are on the devices first."""
+    turns, slept = DeviceTurns(), list[str]()
+    EngineTurn(turns, SimpleNamespace(sleep=lambda: slept.append("engines"), wake=lambda: None))
+    turns.begin()
+    assert slept == ["engines"]
 
 
 @given(st.lists(st.integers(0, 4), max_size=12))

@@ -1,0 +1,118 @@
+"""Engines that share devices: none of them is on the devices while they sleep, whatever happens to them."""
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_stub import FakeLauncher, FakeWeights, FakeWorker, make_client, request, until
+
+from lockstep.cluster.protocol import WorkerDied
+from lockstep.ledger.ledger import Ledger
+from lockstep.rollout.client.rollout_client import RolloutClient
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger.create(tmp_path / "run", {"name": "x"})
+
+
+@pytest.fixture
+def launcher() -> FakeLauncher:
+    return FakeLauncher()
+
+
+def later(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def calls(worker: FakeWorker) -> list[str]:
+    return [name for name, _ in worker.calls]
+
+
+def test_engines_complete_their_requests_before_they_sleep(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    engines.submit([request("a/0", "a"), request("a/1", "a")], queue="q")
+    sleeping = later(engines.sleep)
+    one.tell("a/0")
+    sleeping.join(0.3)
+    assert sleeping.is_alive() and "sleep" not in calls(one) + calls(other), "a request is open"
+    one.tell("a/1")
+    sleeping.join(10)
+    assert calls(one)[-1] == calls(other)[-1] == "sleep"
+    assert sorted(each.request for each in engines.collect("q")) == ["a/0", "a/1"], "they are kept for their queue"
+    engines.sleep()
+    assert calls(other).count("sleep") == 1, "they sleep already"
+
+
+def test_an_engine_that_dies_in_the_turn_of_others_is_replaced_in_its_own(
+    ledger: Ledger, launcher: FakeLauncher
+) -> None:
+    engines, (one,), _ = make_client(ledger, launcher, 1)
+    engines.load_weights(FakeWeights(), 3)
+    engines.sleep()
+    one.die()
+    engines.sleep()
+    later(lambda: None).join(0.2)
+    assert not launcher.launched and engines.workers == [], "its memory may be in use"
+    engines.wake()
+    successor = launcher.wait(engines)
+    assert calls(successor) == ["load_weights"]
+    engines.sleep()
+    assert calls(successor)[-1] == "sleep"
+
+
+def test_an_engine_that_is_starting_serves_before_others_begin(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one,), _ = make_client(ledger, launcher, 1)
+    launcher.allowed.clear()
+    one.die()
+    sleeping = later(engines.sleep)
+    sleeping.join(0.3)
+    assert sleeping.is_alive(), "it allocates memory"
+    launcher.allowed.set()
+    sleeping.join(10)
+    assert calls(launcher.launched[0]) == ["sleep"]
+
+
+def test_an_engine_that_cannot_start_is_killed_and_waits_for_its_next_turn(
+    ledger: Ledger, launcher: FakeLauncher
+) -> None:
+    engines, (one,), _ = make_client(ledger, launcher, 1)
+    launcher.allowed.clear()
+    launcher.errors = [WorkerDied("engine-0.1", 0, 1, "no memory")]
+    one.die()
+    sleeping = later(engines.sleep)
+    launcher.allowed.set()
+    sleeping.join(10)
+    assert not sleeping.is_alive() and not launcher.launched
+    engines.wake()
+    launcher.wait(engines)
+
+
+def test_an_engine_that_makes_no_progress_is_killed_for_the_next_role(ledger: Ledger, launcher: FakeLauncher) -> None:
+    """It has no weights yet, as its node gets none."""
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    engines = RolloutClient([one, other], engines.sampling, 0, 0.3, launcher, engines._pool.failover._recovery)  # type: ignore[list-item]
+    weights = FakeWeights("engine-0")
+    engines.load_weights(weights, 1)
+    assert engines.workers == [other]
+    sleeping = later(engines.sleep)
+    until(lambda: "engine-0" in launcher.killed)
+    assert calls(other)[-1] != "sleep", "the engine is not yet known to have ended"
+    weights.fetch_allowed.set()
+    sleeping.join(10)
+    assert not sleeping.is_alive() and calls(other)[-1] == "sleep"
+
+
+def test_an_engine_that_fails_to_sleep_is_killed_at_once(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    one.death = WorkerDied("engine-0", 0, -9, "")
+    engines.sleep()
+    assert launcher.killed == ["engine-0"] and engines.workers == [other] and not launcher.launched
+    engines.wake()
+    launcher.wait(engines, 2)
