@@ -108,9 +108,13 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
-def expected(model: Path, texts: list[str]) -> list[float]:
+def scorer_of(model: Path) -> tuple[Any, Any]:
     scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    return scorer, AutoTokenizer.from_pretrained(model)
+
+
+def expected(model: Path, texts: list[str]) -> list[float]:
+    scorer, tokenizer = scorer_of(model)
     with torch.no_grad():
         return [float(scorer(torch.tensor([tokenizer(text)["input_ids"][-31:]])).logits[0, 0]) for text in texts]
 
@@ -124,12 +128,23 @@ def test_scores_are_those_of_transformers_in_every_form(server: Server, model: P
     answer = server.post("/classify", body).json()
     assert [each["probs"] for each in answer["data"]] == [[pytest.approx(score, abs=1e-5)] for score in plain]
     assert answer["usage"]["prompt_tokens"] == 5 + 2 + 6 + 12
-    (one,) = server.post("/classify", {"input": TEXTS[0]}).json()["data"]
-    assert one["probs"][0] == pytest.approx(torch.tensor(plain[0]).sigmoid().item(), abs=1e-5)
-    answer = server.post("/pooling", {"input": TEXTS}).json()
+    for path, field in (("classify", "probs"), ("pooling", "data")):
+        (one,) = server.post(f"/{path}", {"input": TEXTS[0]}).json()["data"]
+        assert one[field] == pytest.approx([torch.tensor(plain[0]).sigmoid().item()], abs=1e-5)
+    answer = server.post("/pooling", body).json()
     assert [each["data"] for each in answer["data"]] == [[pytest.approx(score, abs=1e-5)] for score in plain]
     long = "0123456789" * 5 + "="
-    assert server.post("/pooling", {"input": long}).json()["data"][0]["data"] == pytest.approx(expected(model, [long]))
+    scorer, tokenizer = scorer_of(model)
+    tokens = tokenizer(long)["input_ids"]
+    for options, kept in (
+        ({}, tokens[-31:]),
+        ({"truncate_prompt_tokens": -1, "truncation_side": "left"}, tokens[-31:]),
+        ({"truncate_prompt_tokens": 9}, tokens[-9:]),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "right"}, tokens[:9]),
+        ({"truncate_prompt_tokens": 10**9, "truncation_side": "right"}, tokens[:31]),
+    ):
+        (one,) = server.post("/pooling", {"input": long, "use_activation": False, **options}).json()["data"]
+        assert one["data"] == pytest.approx([scorer(torch.tensor([kept])).logits[0, 0].item()], abs=1e-5), options
 
 
 def test_without_the_token_only_the_health_is_shown(server: Server) -> None:
@@ -168,8 +183,10 @@ def test_the_token_of_runs_is_neither_needed_nor_accepted(server: Server) -> Non
         (b'{"query": ["' + b"1" * (16 << 20) + b'"]}', 413, "is the limit: send fewer texts"),
         (b"\x80\x04\x95", 400, "not valid JSON"),
         (b'{"query": ["1", "\\ud800"]}', 400, "query: text 1 is not Unicode"),
+        (b'{"query": ["1"], "truncate_prompt_tokens": 0}', 400, "truncate_prompt_tokens: expected a number"),
+        (b'{"query": ["1"], "truncation_side": "both"}', 400, "truncation_side: expected left or right"),
     ],
-    ids=["cut", "list", "empty", "number", "many", "large", "pickle", "surrogate"],
+    ids=["cut", "list", "empty", "number", "many", "large", "pickle", "surrogate", "no tokens", "both sides"],
 )
 def test_what_is_no_request_is_refused(server: Server, content: bytes, status: int, said: str) -> None:
     answer = httpx.post(f"{server.url}/get_reward", content=content, headers=server.headers, timeout=30)
@@ -184,7 +201,7 @@ def test_many_clients_at_once_get_their_own_scores_or_are_asked_to_wait(model: P
     async def ask(client: httpx.AsyncClient, url: str, text: str) -> int:
         refused = 0
         while True:
-            answer = await client.post(f"{url}/pooling", json={"input": [text]})
+            answer = await client.post(f"{url}/pooling", json={"input": [text], "use_activation": False})
             if answer.status_code == 200:
                 assert answer.json()["data"][0]["data"] == pytest.approx([wanted[text]], abs=1e-5)
                 return refused
