@@ -2,7 +2,6 @@
 also under load, and stops at Ctrl-C."""
 
 import asyncio
-import os
 import re
 import secrets
 import signal
@@ -10,26 +9,21 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from harness import LOCKSTEP
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from served_rewards import Server, make_reward_model, reference_scores, rows, serving
+from transformers import AutoTokenizer
 
 from lockstep.base.folders import write_private
 from lockstep.base.transport.run_token import estimated_bits
 from lockstep.config.reward import ModelReward
-from lockstep.data.samples import Prompt
-from lockstep.models.tiny_model import make_tiny
 from lockstep.rewards.reward_terms import build_term
 from lockstep.rewards.reward_values import BadReward
-from lockstep.rewards.scoring_messages import RewardSample, ScoringBatch
 
 pytestmark = [pytest.mark.xdist_group("reward-server"), pytest.mark.timeout(200)]
 
@@ -38,58 +32,10 @@ TOKEN_OF_RUNS = secrets.token_hex(32)
 TEXTS = ["12=12", "7=", "90=09<eos>", "0123456789=0"]
 
 
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-    log: Path
-    token: str
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.token}"}
-
-    def post(self, path: str, body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=30)
-
-    def metrics(self) -> dict[str, str]:
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers).text
-        return dict(line.rsplit(" ", 1) for line in text.splitlines())
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("served")
     shape: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64, "max_length": 32}
-    make_tiny(home / "lm", **shape, alphabet="0123456789=", seed=4)
-    torch.manual_seed(2)
-    scorer = AutoModelForSequenceClassification.from_pretrained(home / "lm", num_labels=1, dtype=torch.float32)
-    torch.nn.init.normal_(scorer.score.weight, std=0.3)
-    scorer.save_pretrained(home / "rm")
-    AutoTokenizer.from_pretrained(home / "lm").save_pretrained(home / "rm")
-    return home / "rm"
-
-
-@contextmanager
-def serving(model: Path, home: Path, *options: str, given: str | None = None) -> Iterator[Server]:
-    """A server of a user with this home folder. `given`: the variable with the token; without it, there is a file."""
-    command = [*LOCKSTEP, "serve-reward", str(model), "--port", "0", "--threads", "1", *options]
-    environment = {**os.environ, "HOME": str(home), "COLUMNS": "200"}
-    if given is not None:
-        environment["LOCKSTEP_REWARD_TOKEN"] = given
-    log = home / "server.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, text=True)
-    try:
-        until = time.monotonic() + 90
-        while not (found := re.search(r"serving .* at (http://\S+)", log.read_text())):
-            assert process.poll() is None and time.monotonic() < until, log.read_text()
-            time.sleep(0.1)
-        token = given if given is not None else (home / ".lockstep" / "reward_token").read_text()
-        yield Server(process, found[1], log, token.strip())
-    finally:
-        process.kill()
-        process.wait(10)
+    return make_reward_model(tmp_path_factory.mktemp("served"), **shape, alphabet="0123456789=", seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +55,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def expected(model: Path, texts: list[str]) -> list[float]:
-    scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    with torch.no_grad():
-        return [float(scorer(torch.tensor([tokenizer(text)["input_ids"][-31:]])).logits[0, 0]) for text in texts]
+    return reference_scores(model, [tokenizer(text)["input_ids"][-31:] for text in texts])
 
 
 def test_scores_are_those_of_transformers_in_every_form(server: Server, model: Path) -> None:
@@ -124,12 +68,22 @@ def test_scores_are_those_of_transformers_in_every_form(server: Server, model: P
     answer = server.post("/classify", body).json()
     assert [each["probs"] for each in answer["data"]] == [[pytest.approx(score, abs=1e-5)] for score in plain]
     assert answer["usage"]["prompt_tokens"] == 5 + 2 + 6 + 12
-    (one,) = server.post("/classify", {"input": TEXTS[0]}).json()["data"]
-    assert one["probs"][0] == pytest.approx(torch.tensor(plain[0]).sigmoid().item(), abs=1e-5)
-    answer = server.post("/pooling", {"input": TEXTS}).json()
+    for path, field in (("classify", "probs"), ("pooling", "data")):
+        (one,) = server.post(f"/{path}", {"input": TEXTS[0]}).json()["data"]
+        assert one[field] == pytest.approx([torch.tensor(plain[0]).sigmoid().item()], abs=1e-5)
+    answer = server.post("/pooling", body).json()
     assert [each["data"] for each in answer["data"]] == [[pytest.approx(score, abs=1e-5)] for score in plain]
     long = "0123456789" * 5 + "="
-    assert server.post("/pooling", {"input": long}).json()["data"][0]["data"] == pytest.approx(expected(model, [long]))
+    tokens = AutoTokenizer.from_pretrained(model)(long)["input_ids"]
+    for options, kept in (
+        ({}, tokens[-31:]),
+        ({"truncate_prompt_tokens": -1, "truncation_side": "left"}, tokens[-31:]),
+        ({"truncate_prompt_tokens": 9}, tokens[-9:]),
+        ({"truncate_prompt_tokens": 9, "truncation_side": "right"}, tokens[:9]),
+        ({"truncate_prompt_tokens": 10**9, "truncation_side": "right"}, tokens[:31]),
+    ):
+        (one,) = server.post("/pooling", {"input": long, "use_activation": False, **options}).json()["data"]
+        assert one["data"] == pytest.approx(reference_scores(model, [kept]), abs=1e-5), options
 
 
 def test_without_the_token_only_the_health_is_shown(server: Server) -> None:
@@ -168,8 +122,10 @@ def test_the_token_of_runs_is_neither_needed_nor_accepted(server: Server) -> Non
         (b'{"query": ["' + b"1" * (16 << 20) + b'"]}', 413, "is the limit: send fewer texts"),
         (b"\x80\x04\x95", 400, "not valid JSON"),
         (b'{"query": ["1", "\\ud800"]}', 400, "query: text 1 is not Unicode"),
+        (b'{"query": ["1"], "truncate_prompt_tokens": 0}', 400, "truncate_prompt_tokens: expected a number"),
+        (b'{"query": ["1"], "truncation_side": "both"}', 400, "truncation_side: expected left or right"),
     ],
-    ids=["cut", "list", "empty", "number", "many", "large", "pickle", "surrogate"],
+    ids=["cut", "list", "empty", "number", "many", "large", "pickle", "surrogate", "no tokens", "both sides"],
 )
 def test_what_is_no_request_is_refused(server: Server, content: bytes, status: int, said: str) -> None:
     answer = httpx.post(f"{server.url}/get_reward", content=content, headers=server.headers, timeout=30)
@@ -184,7 +140,7 @@ def test_many_clients_at_once_get_their_own_scores_or_are_asked_to_wait(model: P
     async def ask(client: httpx.AsyncClient, url: str, text: str) -> int:
         refused = 0
         while True:
-            answer = await client.post(f"{url}/pooling", json={"input": [text]})
+            answer = await client.post(f"{url}/pooling", json={"input": [text], "use_activation": False})
             if answer.status_code == 200:
                 assert answer.json()["data"][0]["data"] == pytest.approx([wanted[text]], abs=1e-5)
                 return refused
@@ -213,17 +169,6 @@ def test_a_model_without_a_score_head_is_refused(model: Path) -> None:
     command = [*LOCKSTEP, "serve-reward", str(model.parent / "lm"), "--no-token"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert done.returncode == 2 and "no head that gives a score" in " ".join(done.stderr.split())
-
-
-def rows(texts: list[str], chat: bool = False) -> ScoringBatch:
-    """Two prompts with these completions each."""
-    none = np.zeros(1, np.int32)
-    prompts = [
-        Prompt(f"0:{row}", row, none, text, [{"role": "user", "content": text}] if chat else None)
-        for row, text in enumerate(("12=", "90="))
-    ]
-    samples = [RewardSample(row, index, text, none, 1) for row in (0, 1) for index, text in enumerate(texts)]
-    return ScoringBatch(0, prompts, samples)
 
 
 @pytest.mark.parametrize("path", ["get_reward", "classify", "pooling"])

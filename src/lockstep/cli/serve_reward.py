@@ -39,6 +39,9 @@ def command(
     max_length: Annotated[int | None, typer.Option(min=2, help="Longer texts are cut on the left.")] = None,
     token_budget: Annotated[int, typer.Option(min=2, help="Tokens per packed row.")] = 4096,
     max_waiting: Annotated[int, typer.Option(min=1, help="Texts that wait; more are refused with 429.")] = 2048,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections; OpenRLHF opens one for each completion. More are refused with 503.")
+    ] = 2048,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request.")] = 16.0,
 ) -> None:
     """Serve a reward model over HTTP, in the forms of OpenRLHF and vLLM.
@@ -54,11 +57,13 @@ def command(
     """
     require_extra("serve", "lockstep serve-reward")
     from lockstep.base.network import listen
+    from lockstep.base.text import count_noun
     from lockstep.base.transport.run_token import reward_token_path
     from lockstep.config.model import ModelConfig
     from lockstep.report.warning_handler import WarningHandler
     from lockstep.run.trained_models.local_reward_model import LocalRewardModel
     from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, run_server
+    from lockstep.run.trained_models.server_connections import possible_connections
     from lockstep.train.rank_service import choose_device
 
     logging.getLogger().addHandler(WarningHandler(show_progress, logging.INFO))
@@ -77,7 +82,12 @@ def command(
         }
         show_progress(f"loading {model}")
         loaded = LocalRewardModel(ModelConfig.model_validate(settings), choose_device(device, 0), token_budget, threads)
-        limits = ServerLimits(max_waiting, int(max_body_mb * 2**20), batch_tokens=4 * token_budget)
+        connections = possible_connections(max_connections)
+        if connections < max_connections:
+            most = count_noun(connections, "connection")
+            show_note(f"{most} at most: the limit of open files (ulimit -Hn) allows no more")
+        body_bytes = int(max_body_mb * 2**20)
+        limits = ServerLimits(max_waiting, body_bytes, connections=connections, batch_tokens=4 * token_budget)
         server = RewardServer(loaded, name or model, secret, limits)
         listening = listen(host, (port, port))
     except (ValueError, RuntimeError, OSError) as error:

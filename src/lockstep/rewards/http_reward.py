@@ -245,9 +245,7 @@ class HttpTerm:
     def score(self, batch: ScoringBatch, advance: ReportScored) -> TermScores:
         """One request per `batch_size` samples, `concurrency` at once. The first failure cancels the others."""
         scores = TermScores([None] * len(batch))
-        parts = [
-            (start, batch.part(start, self.term.batch_size)) for start in range(0, len(batch), self.term.batch_size)
-        ]
+        parts = self._parts(batch)
         done = 0
 
         def add_scores(start: int, part: ScoringBatch, part_scores: TermScores) -> None:
@@ -272,6 +270,11 @@ class HttpTerm:
         why = f"{self.name}: {requests} for {samples} after {count_noun(batch.step, 'step')}"
         run_requests(score_all(), self.endpoint, why, lambda: done)
         return scores
+
+    def _parts(self, batch: ScoringBatch) -> list[tuple[int, ScoringBatch]]:
+        """The samples of each request, with the position of the first one."""
+        size = self.term.batch_size
+        return [(start, batch.part(start, size)) for start in range(0, len(batch), size)]
 
     async def _request(self, client: Any, start: int, part: ScoringBatch) -> TermScores:
         try:

@@ -3,14 +3,17 @@
     /get_reward           {"query": [text, ...], "prompts": [...], "labels": [...]}   OpenRLHF's serve_rm
     /classify, /pooling   {"input": [text, ...], **FIELDS_OF_VLLM}                    vLLM
 
+All say with `add_special_tokens` whether the tokenizer's special tokens are added (OpenRLHF's serve_rm never adds any).
 `lockstep serve-reward` answers all of them.
 """
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.config.reward import ModelReward, ScoreNormalization
+from lockstep.data.samples import Prompt
 from lockstep.rewards import reward_values
 from lockstep.rewards.http_reward import HttpTerm, ServerAnswer
 from lockstep.rewards.reward_functions import query_batch
@@ -20,9 +23,14 @@ from lockstep.rewards.scoring_messages import ScoringBatch, TermScores
 if TYPE_CHECKING:
     from lockstep.rewards.model_reward import ScoredTextWriter
 
-FIELDS_OF_VLLM = {"use_activation": False, "activation": False, "truncate_prompt_tokens": -1}
+FIELDS_OF_VLLM = {
+    "use_activation": False,
+    "activation": False,
+    "truncate_prompt_tokens": -1,
+    "truncation_side": "left",
+}
 """The scores themselves (`activation` is what 0.11.0 and older know), and longer texts cut to the model's context, of
-which the last tokens stay: without it vLLM refuses them."""
+which the last tokens stay. vLLM refuses them without the third, and without the fourth keeps their beginning."""
 
 
 class ModelServerTerm(HttpTerm):
@@ -43,31 +51,46 @@ class ModelServerTerm(HttpTerm):
             self._normalization = model_reward.score_normalization(term, name)
             self._writer = model_reward.text_writer(term) if term.has_tokenizer else None
 
+    def _parts(self, batch: ScoringBatch) -> list[tuple[int, ScoringBatch]]:
+        """Conversations and plain texts are in different requests: one field says of all texts whether special tokens
+        are added."""
+        chats = [self._is_chat(prompt) for prompt, _ in batch.pairs()]
+        parts, start = [], 0
+        for _, run in groupby(chats):
+            end = start + sum(1 for _ in run)
+            for first in range(start, end, self.term.batch_size):
+                parts.append((first, batch.part(first, min(self.term.batch_size, end - first))))
+            start = end
+        return parts
+
+    def _is_chat(self, prompt: Prompt) -> bool:
+        """Whether a chat template writes the text, with its special tokens."""
+        conversation = prompt.conversation is not None or prompt.messages is not None
+        return conversation or (self._writer is not None and self._reward.chat)
+
     def _payload(self, part: ScoringBatch) -> dict[str, Any]:
         queries = query_batch(part)
-        texts, conversations = self._texts(part, queries["query"])
+        special = not any(self._is_chat(prompt) for prompt, _ in part.pairs())
+        texts = self._texts(part, queries["query"])
         if self._reward.protocol == "get_reward":
-            return {**queries, "query": texts}
-        body: dict[str, Any] = {"input": texts, "add_special_tokens": not conversations, **FIELDS_OF_VLLM}
+            return {**queries, "query": texts, "add_special_tokens": special}
+        body: dict[str, Any] = {"input": texts, "add_special_tokens": special, **FIELDS_OF_VLLM}
         named = self._reward.served_model_name
         return body if named is None else {"model": named, **body}
 
-    def _texts(self, part: ScoringBatch, plain: list[str]) -> tuple[list[str], bool]:
-        """The texts to score, and whether they are conversations, which have their special tokens already. Without a
-        tokenizer they are prompt and completion as the policy reads and writes them. Raises BadReward."""
+    def _texts(self, part: ScoringBatch, plain: list[str]) -> list[str]:
+        """The texts to score. Without a tokenizer they are prompt and completion as the policy reads and writes them.
+        Raises BadReward."""
         if self._writer is None:
-            return plain, False
+            return plain
         written = []
         for position, pair in enumerate(part.pairs()):
             try:
-                written.append(self._writer.ended_text(*pair))
+                written.append(self._writer.ended_text(*pair)[0])
             except BadReward as error:
                 error.position = position
                 raise
-        kinds = {chat for _, chat in written}
-        if len(kinds) > 1:
-            raise BadReward("some prompts are conversations and others plain text: set chat to true", 0)
-        return [text for text, _ in written], kinds == {True}
+        return written
 
     def _parse_answer(self, answer: ServerAnswer[bytes], count: int) -> TermScores:
         if self._reward.protocol == "get_reward":

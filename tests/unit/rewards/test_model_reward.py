@@ -1,6 +1,7 @@
 """Reward models as terms: which text they score, what is cut, and what becomes of their scores."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,8 @@ def test_a_term_with_a_url_is_remote() -> None:
 
 @pytest.mark.parametrize(("path", "field"), [("classify", "probs"), ("pooling", "data")])
 def test_every_version_of_vllm_is_asked_for_the_scores_and_to_cut_long_texts(path: str, field: str) -> None:
-    """vLLM up to 0.11.0 knows `activation` only; without `truncate_prompt_tokens` it refuses longer texts."""
+    """vLLM up to 0.11.0 knows `activation` only; without `truncate_prompt_tokens` it refuses longer texts, and
+    without `truncation_side` it keeps their beginning."""
     rows = [{"index": 0, field: [0.25]}, {"index": 1, field: [-3.0]}]
     with serving(lambda *_: Reply({"object": "list", "data": rows})) as server:
         remote = ModelReward(url=f"{server.url}/{path}", served_model_name="rm")
@@ -212,7 +214,28 @@ def test_every_version_of_vllm_is_asked_for_the_scores_and_to_cut_long_texts(pat
         {
             "model": "rm", "input": ["ask a", "ask b"], "add_special_tokens": True,
             "use_activation": False, "activation": False, "truncate_prompt_tokens": -1,
+            "truncation_side": "left",
         }
+    ]  # fmt: skip
+
+
+def test_conversations_bring_their_special_tokens(folder: Path) -> None:
+    """Conversations and plain texts are in different requests, in their order."""
+
+    def reply(number: int, body: dict[str, Any], path: str) -> Reply:
+        return Reply({"rewards": [float(text[-1]) for text in body["query"]]})
+
+    prompts = [conversation(("user", "hi")), replace(conversation(), messages=None, text="ask ")]
+    samples = [
+        RewardSample(row, number, str(number), np.zeros(1, np.int32), 1)
+        for number, row in enumerate((0, 0, 0, 1, 1, 0))
+    ]
+    with serving(reply) as server:
+        term = ModelReward(url=f"{server.url}/get_reward", batch_size=2, concurrency=1)
+        found = build_term(term, "rm").score(ScoringBatch(0, prompts, samples), lambda _: None)
+    assert found.values == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [(len(body["query"]), body["add_special_tokens"]) for body in server.bodies] == [
+        (2, False), (1, False), (2, True), (1, False),
     ]  # fmt: skip
 
 

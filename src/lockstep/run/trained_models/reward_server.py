@@ -13,28 +13,27 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.requests import ClientDisconnect
 
 from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.text import count_noun
 from lockstep.rewards.model_reward import cut_on_the_left
 from lockstep.run.trained_models.local_reward_model import LocalRewardModel
 from lockstep.run.trained_models.score_batching import QueueFull, ScoreBatcher
+from lockstep.run.trained_models.server_connections import BoundedConnection
 
 log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
 HEADER_BYTES = 16384
-HEADER_S = 10.0
-"""Time for the header of a request, from the start of the connection or the previous answer."""
 CLIENT_GONE = 499
 """The status of requests whose client left before the answer, in the metrics, as nginx counts them."""
 SHUTDOWN_S = 10
@@ -50,8 +49,10 @@ class ServerLimits:
     max_body_bytes: int = 16 << 20
     body_s: float = 30.0
     """Time for the body of a request."""
-    connections: int = 256
-    """Connections and requests at once; more get 503."""
+    connections: int = 2048
+    """Connections and requests at once; more get 503. OpenRLHF opens one for each completion."""
+    reading: int = 256
+    """Requests with the token whose texts are read and tokenized at once; more wait for `body_s`, then get 503."""
     batch_tokens: int = 16384
     """A batch gets no further request once it has this many tokens."""
 
@@ -62,6 +63,49 @@ class _Refused(Exception):
     def __init__(self, status: int, problem: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(problem)
         self.status, self.problem, self.headers = status, problem, dict(headers or {})
+
+
+@dataclass(frozen=True, slots=True)
+class _TextOptions:
+    """What a request says about its texts, in the words of vLLM."""
+
+    special: bool
+    """Whether the tokenizer adds its special tokens, such as that of the beginning."""
+    longest: int
+    """Tokens."""
+    keep_end: bool
+    """Whether a longer text is cut on the left."""
+    activation: bool
+    """Whether a sigmoid is applied."""
+
+    @classmethod
+    def of(cls, body: JSON, longest: int) -> "_TextOptions":
+        """Raises _Refused. vLLM before 0.11.1 says `activation` for `use_activation`."""
+        kept, side = body.get("truncate_prompt_tokens"), body.get("truncation_side")
+        if kept is not None and (type(kept) is not int or kept < -1 or kept == 0):
+            raise _Refused(400, "truncate_prompt_tokens: expected a number of tokens, or -1 for as many as possible")
+        if side not in (None, "left", "right"):
+            raise _Refused(400, "truncation_side: expected left or right")
+        return cls(
+            special=body.get("add_special_tokens") is not False,
+            longest=longest if kept in (None, -1) else min(kept, longest),
+            keep_end=side != "right",
+            activation=body.get("use_activation", body.get("activation")) is not False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadRequest:
+    """What is kept of a request while its texts wait."""
+
+    tokens: list[np.ndarray]
+    """int32 `[tokens]` of each text."""
+    activation: bool
+
+    @property
+    def size(self) -> int:
+        """Tokens of all texts."""
+        return sum(each.size for each in self.tokens)
 
 
 class RewardServer:
@@ -77,6 +121,7 @@ class RewardServer:
         self._batcher = ScoreBatcher(model.score, limits.max_waiting, limits.batch_tokens)
         self._statuses: Counter[tuple[str, int]] = Counter()
         self._truncated = 0
+        self._reading = asyncio.Semaphore(limits.reading)
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_api_route("/health", self._health, methods=["GET"])
         self.app.add_api_route("/metrics", self._endpoint("/metrics", self._metrics), methods=["GET"])
@@ -94,6 +139,8 @@ class RewardServer:
                 response = await answer(request)
             except _Refused as refused:
                 response = _json({"error": refused.problem}, refused.status, refused.headers)
+            except ClientDisconnect:
+                response = _json({}, CLIENT_GONE)
             except QueueFull as full:
                 response = _json({"error": str(full)}, 429, {"retry-after": str(full.after_s)})
             except Exception as error:  # noqa: BLE001 - its text may quote the request, which is in no log
@@ -130,45 +177,50 @@ class RewardServer:
 
     async def _get_reward(self, request: Request) -> Response:
         """OpenRLHF: `{"query": [text]}`. A text without the end-of-sequence token at its end gets it."""
-        body = await self._body(request)
-        texts = self._texts(body.get("query"), "query")
-        eos = str(self._model.tokenizer.eos_token)
-        stripped = [text.rstrip() if text.rstrip().endswith(eos) else text for text in texts]
-        ended = [text if text.endswith(eos) else f"{text}{eos}" for text in stripped]
-        scores, _ = await self._scores(request, ended)
+        scores = await self._scores(request, await self._read(request, "query", self._ended))
         return _json({"rewards": scores, "scores": scores, "extra_logs": {}})
 
     async def _classify(self, request: Request) -> Response:
         """vLLM: `{"input": text or texts}` as they are. As there, a sigmoid is applied unless `use_activation` is
         false."""
-        body = await self._body(request)
-        scores, tokens = await self._scores(
-            request, self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
-        )
-        if body.get("use_activation", body.get("activation")) is not False:
-            scores = [_sigmoid(score) for score in scores]
+        read = await self._read(request, "input")
+        scores = await self._activated_scores(request, read)
         data = [
             {"index": index, "label": "LABEL_0", "probs": [score], "num_classes": 1}
             for index, score in enumerate(scores)
         ]
-        return self._listed("classify", data, tokens)
+        return self._listed("classify", data, read.size)
 
     async def _pooling(self, request: Request) -> Response:
-        """vLLM: `{"input": text or texts}` as they are; the scores themselves unless `use_activation` is true."""
-        body = await self._body(request)
-        if body.get("encoding_format", "float") != "float":
-            raise _Refused(400, "encoding_format: only float is served")
-        scores, tokens = await self._scores(
-            request, self._texts(body.get("input"), "input"), body.get("add_special_tokens") is not False
-        )
-        if body.get("use_activation", body.get("activation")) is True:
-            scores = [_sigmoid(score) for score in scores]
+        """vLLM: the same in another form."""
+        read = await self._read(request, "input")
+        scores = await self._activated_scores(request, read)
         data = [{"index": index, "object": "pooling", "data": [score]} for index, score in enumerate(scores)]
-        return self._listed("pool", data, tokens)
+        return self._listed("pool", data, read.size)
 
     def _listed(self, kind: str, data: list[JSON], tokens: int) -> Response:
         head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": self._name}
         return _json({**head, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+
+    async def _read(
+        self, request: Request, field: str, prepare: Callable[[list[str]], list[str]] | None = None
+    ) -> _ReadRequest:
+        """Reads a request's texts, from this field, and tokenizes them; nothing else of the request stays in memory.
+        `limits.reading` are read at once; others wait for their turn."""
+        async with AsyncExitStack() as turn:
+            try:
+                async with asyncio.timeout(self.limits.body_s):
+                    await turn.enter_async_context(self._reading)
+            except TimeoutError:
+                reading = count_noun(self.limits.reading, "request")
+                raise _Refused(503, f"{reading} are being read: try again", {"retry-after": "1"}) from None
+            body = await self._body(request)
+            if body.get("encoding_format", "float") != "float":
+                raise _Refused(400, "encoding_format: only float is served")
+            options = _TextOptions.of(body, self._model.longest)
+            texts = self._texts(body.get(field), field)
+            tokens = await asyncio.to_thread(self._encode, prepare(texts) if prepare else texts, options)
+        return _ReadRequest(tokens, options.activation)
 
     async def _body(self, request: Request) -> JSON:
         """The JSON object of a request. Raises _Refused if it is too large, too slow or something else."""
@@ -208,15 +260,20 @@ class RewardServer:
                 raise _Refused(400, f"{field}: text {number} is not Unicode: it has half of a surrogate pair") from None
         return texts
 
-    async def _scores(self, request: Request, texts: list[str], special: bool = True) -> tuple[list[float], int]:
-        """Returns the score of each text, and the number of tokens of all. Long texts are cut on the left. What waits
-        when its client leaves is not computed.
+    def _ended(self, texts: list[str]) -> list[str]:
+        """The texts, each with the end-of-sequence token at its end."""
+        eos = str(self._model.tokenizer.eos_token)
+        stripped = [text.rstrip() if text.rstrip().endswith(eos) else text for text in texts]
+        return [text if text.endswith(eos) else f"{text}{eos}" for text in stripped]
 
-        Args:
-            special: whether the tokenizer adds its special tokens, such as that of the beginning.
-        """
-        tokens = await asyncio.to_thread(self._encode, texts, special)
-        scoring, gone = asyncio.create_task(self._batcher.scores(tokens)), asyncio.create_task(_disconnected(request))
+    async def _activated_scores(self, request: Request, read: _ReadRequest) -> list[float]:
+        scores = await self._scores(request, read)
+        return [_sigmoid(score) for score in scores] if read.activation else scores
+
+    async def _scores(self, request: Request, read: _ReadRequest) -> list[float]:
+        """Returns the score of each text. What waits when its client leaves is not computed."""
+        scoring = asyncio.create_task(self._batcher.scores(read.tokens))
+        gone = asyncio.create_task(_disconnected(request))
         gone.add_done_callback(lambda _: scoring.cancel())
         try:
             scores = await scoring
@@ -229,77 +286,23 @@ class RewardServer:
         if not np.isfinite(scores).all():
             number = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise _Refused(500, f"the score of text {number} is not finite")
-        return scores.astype(float).tolist(), sum(each.size for each in tokens)
+        return [float(score) for score in scores]
 
-    def _encode(self, texts: list[str], special: bool) -> list[np.ndarray]:
+    def _encode(self, texts: list[str], options: _TextOptions) -> list[np.ndarray]:
         """The tokens of each text; the beginning-of-sequence token is not doubled. Raises _Refused."""
-        tokenizer, longest = self._model.tokenizer, self._model.longest
+        tokenizer, longest = self._model.tokenizer, options.longest
         bos, found = tokenizer.bos_token, []
         for number, text in enumerate(texts):
             begun = bos is not None and text.startswith(str(bos))
             tokens = np.asarray(
-                tokenizer(text, add_special_tokens=special and not begun, verbose=False)["input_ids"], np.int32
+                tokenizer(text, add_special_tokens=options.special and not begun, verbose=False)["input_ids"], np.int32
             )
             if not tokens.size:
                 raise _Refused(400, f"text {number} has no tokens")
             self._truncated += tokens.size > longest
-            found.append(cut_on_the_left(tokens, longest, tokenizer.bos_token_id))
+            cut = cut_on_the_left(tokens, longest, tokenizer.bos_token_id) if options.keep_end else tokens[:longest]
+            found.append(cut)
         return found
-
-
-class _BoundedConnection(H11Protocol):
-    """uvicorn waits for a request's header without end, and refuses others once there are too many connections. Here a
-    connection is closed `HEADER_S` seconds after it began, or after its last answer, unless it has a whole header by
-    then, and when its client has not read answers for so long; and one too many takes the place of that which has been
-    without a request for longest."""
-
-    _idle_since = 0.0
-    _header_timer: asyncio.TimerHandle | None = None
-    _reading_timer: asyncio.TimerHandle | None = None
-
-    @property
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._await_header()
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            others = (each for each in self.connections if each is not self and isinstance(each, _BoundedConnection))
-            if idle := [each for each in others if each._is_idle]:
-                oldest = min(idle, key=lambda each: each._idle_since)
-                self.connections.discard(oldest)
-                oldest.transport.abort()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._is_idle:  # else the next request had arrived already
-            self._await_header()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._reading_timer = self.loop.call_later(HEADER_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._reading_timer is not None:
-            self._reading_timer.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._header_timer, self._reading_timer):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def _await_header(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-        self._idle_since = self.loop.time()
-        self._header_timer = self.loop.call_later(HEADER_S, self._close_if_idle)
-
-    def _close_if_idle(self) -> None:
-        if self._is_idle:
-            self.transport.abort()
 
 
 def http_server(server: RewardServer) -> uvicorn.Server:
@@ -308,7 +311,7 @@ def http_server(server: RewardServer) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             server.app,
-            http=_BoundedConnection,
+            http=BoundedConnection,
             ws="none",
             log_config=None,
             access_log=False,

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -16,9 +17,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lockstep.base.network import listen
 from lockstep.config.model import ModelConfig
 from lockstep.models.tiny_model import make_tiny
-from lockstep.run.trained_models import reward_server
+from lockstep.run.trained_models import server_connections
 from lockstep.run.trained_models.local_reward_model import LocalRewardModel
 from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, http_server
+from lockstep.run.trained_models.server_connections import SPARE_DESCRIPTORS, possible_connections
 
 HEADER_S = 0.7
 TOKEN = "3f9a0c51e7d28b64"
@@ -28,9 +30,10 @@ HEADERS = {"authorization": f"Bearer {TOKEN}"}
 class GatedModel(LocalRewardModel):
     """Computes only while `gate` is set."""
 
-    gate = threading.Event()
+    gate, entered = threading.Event(), threading.Event()
 
     def score(self, texts: Sequence[np.ndarray]) -> np.ndarray:
+        self.entered.set()
         assert self.gate.wait(20)
         return super().score(texts)
 
@@ -49,9 +52,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> GatedModel:
 @pytest.fixture
 def url(model: GatedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server that has four connections at most, and waits for headers for less than a second."""
-    monkeypatch.setattr(reward_server, "HEADER_S", HEADER_S)
+    monkeypatch.setattr(server_connections, "HEADER_S", HEADER_S)
+    with serving(model, ServerLimits(connections=5)) as url:
+        yield url
+
+
+@contextmanager
+def serving(model: GatedModel, limits: ServerLimits) -> Iterator[str]:
     model.gate.set()
-    server = http_server(RewardServer(model, "rm", TOKEN, ServerLimits(connections=5)))
+    server = http_server(RewardServer(model, "rm", TOKEN, limits))
     listening = listen("127.0.0.1", (0, 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -177,3 +186,62 @@ def test_a_text_without_tokens_is_refused(url: str, model: GatedModel, monkeypat
     refused = httpx.post(f"{url}/pooling", json=body, headers=HEADERS, timeout=10)
     assert (refused.status_code, refused.json()) == (400, {"error": "text 1 has no tokens"})
     assert metric(url, "texts_total") == 0
+
+
+def test_each_completion_may_have_a_connection(model: GatedModel) -> None:
+    """OpenRLHF opens one for each, and gives up after five attempts in as many seconds."""
+    possible_connections(ServerLimits().connections)
+    with serving(model, ServerLimits()) as url, ExitStack() as stack:
+        model.gate.clear()
+        model.entered.clear()
+        peers = [stack.enter_context(connect(url)) for _ in range(600)]
+        for number, peer in enumerate(peers):
+            peer.sendall(request(b'{"input": ["%d"]}' % number))
+            assert number or model.entered.wait(20)
+        until(lambda: metric(url, "waiting_texts") == 599, "the others wait for the model")
+        model.gate.set()
+        for peer in peers:
+            peer.settimeout(30)
+            assert peer.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert metric(url, "texts_total") == 600
+
+
+def test_few_requests_are_read_at_once_and_only_with_the_token(model: GatedModel) -> None:
+    body, limits = b'{"input": ["1"]}', ServerLimits(reading=2, body_s=2.0)
+    with serving(model, limits) as url, ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect(url)).sendall(request(body[:4], token="wrong", size=len(body)))
+        slow = [stack.enter_context(connect(url)) for _ in range(2)]
+        for peer in slow:
+            peer.sendall(request(body[:4], size=len(body)))
+        until(lambda: metric(url, 'requests_total{path="/pooling",status="401"}') == 3, "the wrong token is refused")
+        third = stack.enter_context(connect(url))
+        third.sendall(request(body))
+        third.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            third.recv(4096)
+        slow[0].sendall(body[4:])
+        for peer in (slow[0], third):
+            peer.settimeout(10)
+            assert peer.recv(4096).startswith(b"HTTP/1.1 200 "), "its turn comes when another has been read"
+        assert slow[1].recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_request_whose_turn_does_not_come_is_asked_to_come_again(model: GatedModel) -> None:
+    """The bodies of the first and then of the second do not arrive."""
+    body, limits = b'{"input": ["1"]}', ServerLimits(reading=1, body_s=2.0)
+    with serving(model, limits) as url, ExitStack() as stack:
+        httpx.get(f"{url}/health", timeout=10)
+        peers = [stack.enter_context(connect(url)) for _ in range(3)]
+        for peer, sent in zip(peers, (body[:4], body[:4], body), strict=True):
+            peer.sendall(request(sent, size=len(body)))
+            time.sleep(0.2)
+        answers = [peer.recv(4096) for peer in peers]
+    assert [answer.split()[1] for answer in answers] == [b"408", b"408", b"503"]
+    assert b"retry-after: 1" in answers[2].lower() and b"1 request" in answers[2]
+
+
+def test_connections_are_as_many_as_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_connections, "raise_descriptor_limit", lambda: 1024)
+    assert possible_connections(2048) == 1024 - SPARE_DESCRIPTORS
+    assert possible_connections(16) == 16
