@@ -1,13 +1,17 @@
 """Secrets are refused in configs, and redacted elsewhere."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.base.secrets import (
+    _SECRET_FORMS,
     HIDDEN,
     find_secrets,
     is_secret_name,
@@ -164,3 +168,14 @@ def test_a_problem_with_a_field_does_not_repeat_its_secret() -> None:
     item = {"loc": ("model", "path"), "type": "string_type", "input": secret, "msg": "Input should be text"}
     assert secret not in str(_to_problems(item, GRPOConfig))
     assert yaml.safe_load(HIDDEN) == ["hidden"] or HIDDEN  # it remains readable in YAML
+
+
+FRAGMENTS = [*(text for each in SECRETS.values() for text in each), *HARMLESS, "?", "&key=", "://", ":", "@", "\n", "-"]
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS) | st.text("aB3-_.:/@? ", max_size=30), max_size=8).map("".join))
+def test_looking_for_parts_first_changes_nothing(text: str) -> None:
+    """The result is that of all patterns at once: what has not the parts of a pattern does not match it."""
+    everything = re.compile("|".join(f"(?:{form.pattern})" for form in _SECRET_FORMS.values()), re.DOTALL)
+    assert redact_text(text) == everything.sub(HIDDEN, text)
+    assert (secret_kind(text) is not None) == bool(everything.search(text))

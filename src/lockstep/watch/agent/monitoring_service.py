@@ -173,7 +173,7 @@ class MonitoringService:
 
             return on_stacks
 
-        for pid in reversed(pids):
+        for pid in pids:
             self._sampler.request(pid, stacks_handler(pid), native=bool(message.get("native")), first=True)
 
     def _collect(self, connection: Connection, number: str, message: dict[str, Any]) -> None:

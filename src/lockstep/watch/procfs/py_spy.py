@@ -158,13 +158,14 @@ class StackSampler:
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
+        self._urgent: deque[_Dump] = deque()
         self._waiting: deque[_Dump] = deque()
         self._current: _Dump | None = None
         self.available = py_spy_command(1) is not None
 
     @property
     def busy(self) -> bool:
-        return self._current is not None or bool(self._waiting)
+        return self._current is not None or bool(self._urgent or self._waiting)
 
     @property
     def stopped_pid(self) -> int | None:
@@ -172,12 +173,8 @@ class StackSampler:
         return self._current.pid if self._current is not None and self._current.native else None
 
     def request(self, pid: int, callback: StacksCallback, native: bool = False, first: bool = False) -> None:
-        """Requests the stacks of a process; `first` puts the request before all pending ones."""
-        dump = _Dump(pid, native, callback)
-        if first:
-            self._waiting.appendleft(dump)
-        else:
-            self._waiting.append(dump)
+        """Requests the stacks of a process. Requests with `first` come before all others."""
+        (self._urgent if first else self._waiting).append(_Dump(pid, native, callback))
         self._start_next()
 
     def tick(self) -> None:
@@ -189,14 +186,15 @@ class StackSampler:
 
     def close(self) -> None:
         """Aborts the dump in progress without calling its callback. Idempotent."""
+        self._urgent.clear()
         self._waiting.clear()
         if self._current is not None:
             self._current.callback = lambda threads: None
             self._finish(self._current, complete=False)
 
     def _start_next(self) -> None:
-        while self._current is None and self._waiting:
-            dump = self._waiting.popleft()
+        while self._current is None and (self._urgent or self._waiting):
+            dump = (self._urgent or self._waiting).popleft()
             argv = py_spy_command(dump.pid, dump.native)
             try:
                 if argv is None:

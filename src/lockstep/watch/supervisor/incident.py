@@ -1,4 +1,4 @@
-"""Collects and writes an incident: a folder with a verdict and the evidence for it.
+"""Writes an incident: a folder with a verdict and the evidence for it.
 
     incidents/20261121-231502-absent-policy-1/
         verdict.json       the verdict as JSON
@@ -32,16 +32,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lockstep.base.folders import check_shared_folder, make_folder, make_private_dir, write_private
 from lockstep.base.secrets import redact, redact_environment, redact_text, secret_values
 from lockstep.base.text import summarize_list
-from lockstep.watch.diagnosis.evidence import Evidence, with_parts
-from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict
-from lockstep.watch.supervisor.agent_connections import AgentConnection
-from lockstep.watch.supervisor.verdict_tracker import VerdictUpdate
 
 log = logging.getLogger(__name__)
 
@@ -262,107 +256,3 @@ def list_incidents(root: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         found = [each for each in root.iterdir() if (each / "verdict.json").is_file() and not each.name.startswith(".")]
     return sorted(found)
-
-
-COLLECT_LIMIT_S = 1.0
-"""How long a confirmed verdict is held back for its incident. Subscribers may act on a verdict at once, which changes
-the stacks."""
-NATIVE_LIMIT_S = 4.0
-"""The same if native stacks are collected."""
-DUMP_WAIT_S = 0.5
-"""How long ranks get to dump their flight recorders. A rank reads its commands ten times a second, and a dump takes
-about 30 ms."""
-LOG_LINES = 200
-
-
-class IncidentCollection:
-    """Collects the evidence of one incident from the agents."""
-
-    def __init__(
-        self, update: VerdictUpdate, evidence: Evidence, links: Sequence[AgentConnection], native: bool
-    ) -> None:
-        self.update, self.evidence = update, evidence
-        self._wall, self._began_ns = time.time(), time.monotonic_ns()
-        self._deadline = time.monotonic() + (NATIVE_LIMIT_S if native else COLLECT_LIMIT_S)
-        self._pending = 0
-        self._bundles: dict[str, dict[str, Any]] = {}
-        self._stacks: dict[str, Any] = {}
-        self._native: dict[str, Any] = {}
-        self._offsets = {link.host: link.clock.ns for link in links}
-        self._gaps: list[str] = []
-        self._dumps: dict[str, str] = {}
-        self._agents_to_dump: list[AgentConnection] = []
-        self._dumps_due_at = time.monotonic() + DUMP_WAIT_S
-        named = {(each.host, each.pid) for each in update.verdict.culprits}
-        culprits = with_parts(evidence.processes.info, named)
-        innocent = self._innocent(culprits)
-        for link in links:
-            self._request(link, culprits, innocent, native)
-
-    def done(self) -> bool:
-        """Whether all agents have answered or the time is over. Requests the dumps as soon as ranks have had time to
-        write them."""
-        if self._agents_to_dump and time.monotonic() >= self._dumps_due_at:
-            for link in self._agents_to_dump:
-                link.request("dumps", self._on_dumps, COLLECT_LIMIT_S)
-            self._agents_to_dump = []
-        return self._pending == 0 or time.monotonic() >= self._deadline
-
-    def contents(self, facts: Mapping[str, Any], frames: Sequence[Mapping[str, Any]]) -> IncidentContents:
-        """The content of the incident, as far as it has been collected."""
-        gaps = [*self.evidence.gaps, *self._gaps]
-        if self._pending:
-            gaps.append(f"{self._pending} answers of agents were missing after {COLLECT_LIMIT_S:g} s")
-        return IncidentContents(
-            self.update.verdict, self._wall, self._began_ns, self._bundles, self._stacks, self._native, self._offsets,
-            dict(facts), list(frames), gaps, self._dumps,
-        )  # fmt: skip
-
-    def _on_dumps(self, reply: dict[str, Any] | None) -> None:
-        self._pending -= 1
-        self._dumps.update((reply or {"dumps": {}})["dumps"])
-
-    def _innocent(self, culprits: set[tuple[str, int | None]]) -> int | None:
-        """The index of a running process that is not a culprit, preferably of one that waits for a culprit."""
-        processes = self.evidence.processes
-        living = np.flatnonzero(processes.liveness == Liveness.RUNNING)
-        others = [int(i) for i in living if (processes.info[i].host, processes.info[i].pid) not in culprits]
-        waiting = {each.who for each in self.update.verdict.waiting}
-        return next((i for i in others if processes.info[i].name in waiting), others[0] if others else None)
-
-    def _request(
-        self, link: AgentConnection, culprits: set[tuple[str, int | None]], innocent: int | None, native: bool
-    ) -> None:
-        on_host = [(i, info) for i, info in enumerate(self.evidence.processes.info) if info.host == link.host]
-        ordered = sorted(
-            on_host, key=lambda entry: ((entry[1].host, entry[1].pid) not in culprits, entry[0] != innocent)
-        )
-        names = {info.pid: info.name for i, info in on_host if (info.host, info.pid) in culprits or i == innocent}
-        self._pending += 1
-
-        def on_evidence(reply: dict[str, Any] | None) -> None:
-            self._pending -= 1
-            if reply is None:
-                self._gaps.append(f"host {link} did not answer")
-            else:
-                self._bundles[link.host] = {key: value for key, value in reply.items() if key != "reply"}
-
-        def on_stacks(into: dict[str, Any]) -> Any:
-            def on_reply(reply: dict[str, Any] | None) -> None:
-                self._pending -= 1
-                for pid, threads in (reply or {"stacks": {}})["stacks"].items():
-                    into[names.get(int(pid), pid)] = threads
-
-            return on_reply
-
-        for pid in reversed(names):  # the last request is served first; one slow stack does not cost the others
-            self._pending += 1
-            link.request("stacks", on_stacks(self._stacks), COLLECT_LIMIT_S, pids=[pid])
-        if names and native:
-            self._pending += 1
-            link.request("stacks", on_stacks(self._native), NATIVE_LIMIT_S, pids=list(names), native=True)
-        if on_host and len(self.evidence.communicators.info):
-            self._pending += 1  # for the request in `done`
-            self._agents_to_dump.append(link)
-            link.request("dump", lambda reply: None, COLLECT_LIMIT_S, names=[info.name for _, info in ordered])
-        link.request("collect", on_evidence, COLLECT_LIMIT_S, names=[info.name for _, info in ordered], lines=LOG_LINES)

@@ -43,7 +43,7 @@ from lockstep.watch.diagnosis.verdict import VerdictLevel
 from lockstep.watch.procfs import processes
 from lockstep.watch.supervisor import incident
 from lockstep.watch.supervisor.agent_connections import AgentConnection
-from lockstep.watch.supervisor.incident import IncidentCollection
+from lockstep.watch.supervisor.incident_collection import IncidentCollection
 from lockstep.watch.supervisor.message_store import MessageStore
 from lockstep.watch.supervisor.subscribers import Subscribers, unregister, verdict_frame
 from lockstep.watch.supervisor.supervisor_client import SupervisorSettings
