@@ -231,10 +231,11 @@ def _judge_shared_engine(
         needed, room = int(chosen.gpu_memory_utilization * memory.bytes), memory.bytes
     if not keeping or total + needed <= room:
         return
+    verb = "keeps" if len(keeping) == 1 else "keep"
     share = max(0.0, 1 - total / memory.bytes - RESERVE) if chosen.kind == "vllm" else 0.0
     yield Finding(
         "memory-shared", "error", "",
-        f"on shared GPUs {' and '.join(keeping)} keep{'s' * (len(keeping) == 1)} {_size(total)} while the engine takes {_size(needed)} of "
+        f"on shared GPUs {' and '.join(keeping)} {verb} {_size(total)} while the engine takes {_size(needed)} of "
         f"{_size(memory.bytes)}",
         "whichever wakes second runs out of memory",
         f"{_leave_devices(config, keeping)}, so that parameters and optimizer leave the GPU"
