@@ -151,6 +151,7 @@ def assign(
     placement: PlacementConfig,
     nodes: Sequence[NodeResources],
     loads: LoadCheck = lambda overrides: True,
+    complete: bool = True,
 ) -> Assignment:
     """Assigns each process to a node; deterministic.
 
@@ -159,6 +160,7 @@ def assign(
 
     Args:
         loads: whether the run's config is valid with what is suggested.
+        complete: whether these are all processes of the run; see `make_bundles`.
 
     Raises:
         PlacementError: the placement contradicts itself.
@@ -166,7 +168,7 @@ def assign(
         NodesBusy: the nodes could hold the processes, but are in use.
     """
     return _assign_bundles(
-        make_bundles(requests, placement),
+        make_bundles(requests, placement, complete),
         placement,
         nodes,
         lambda: _find_suggestions(requests, placement, nodes, loads),

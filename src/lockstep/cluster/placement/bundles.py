@@ -96,13 +96,17 @@ class PlacementError(ValueError):
     """The placement contradicts itself or the number of processes. Names the config fields."""
 
 
-def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig) -> list[Bundle]:
+def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig, complete: bool = True) -> list[Bundle]:
     """Groups all processes into bundles. Ranks keep their order, so neighbours stay together.
 
     - If the placement fixes how many processes of a role each node has: one bundle per node, with these processes.
     - Otherwise, if roles share devices: one bundle per rank, with the ranks of the same number of the other roles; with
       engines one per engine, with the ranks whose GPUs it uses.
     - Otherwise: one bundle per process.
+
+    Args:
+        complete: whether these are all processes of the run. Otherwise they are those that lost their node, and roles
+            that share devices may have different numbers of them: the ranks of the same number still share a GPU.
 
     Raises:
         PlacementError: nodes, GPUs per node and number of processes contradict each other, or roles that are to share
@@ -111,7 +115,9 @@ def make_bundles(requests: Sequence[ProcessRequest], placement: PlacementConfig)
     found: list[Bundle] = []
     for members in _device_sets(requests, placement):
         engines = members.pop("rollout", None)
-        if members and (engines or len(members) > 1):
+        if members and (engines or len(members) > 1) and not complete:
+            found += _lost_bundles(list(members.values()), engines or [])
+        elif members and (engines or len(members) > 1):
             found += _colocated_bundles(list(members.values()), engines or [], placement)
         else:
             (alone,) = [engines] if engines else members.values()
@@ -184,6 +190,21 @@ def _colocated_bundles(
         else:
             numbers = range(first, min(first + size, len(ranks)))
             found += [_combined_bundle([each[number : number + 1] for each in roles]) for number in numbers]
+    return found
+
+
+def _lost_bundles(roles: Sequence[Sequence[ProcessRequest]], engines: Sequence[ProcessRequest]) -> list[Bundle]:
+    """Bundles for those ranks and engines of a set that lost their node: one for each engine, with the ranks whose GPUs
+    it uses, as far as they lost theirs as well, and one for each number of the other ranks."""
+    width = max(engines[0].gpus // max(roles[0][0].gpus, 1), 1) if engines else 1
+    by_first = {engine.rank * width: engine for engine in engines}
+    numbers = {each.rank for role in roles for each in role}
+    alone = numbers - {first + offset for first in by_first for offset in range(width)}
+    found = []
+    for first in sorted({*by_first, *alone}):
+        size = width if first in by_first else 1
+        groups = [[each for each in role if first <= each.rank < first + size] for role in roles]
+        found.append(_combined_bundle([*groups, [by_first[first]] if first in by_first else []]))
     return found
 
 

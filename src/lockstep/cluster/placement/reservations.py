@@ -151,7 +151,7 @@ class ReservationTable:
         refused: PlacementError | None = None
         for requests in self._request_sets(name):
             try:
-                assignment = assign(requests, self._relaxed(requests), nodes)
+                assignment = assign(requests, relax_placement(self._placement), nodes, complete=False)
             except (NodesBusy, DoesNotFit) as error:
                 refused = refused or error
                 continue
@@ -177,20 +177,12 @@ class ReservationTable:
         """Sets of processes to reserve for together: all that have no place, else as few as possible."""
         unplaced = self._unplaced()
         yield unplaced
-        bundles = make_bundles(unplaced, self._relaxed(unplaced))
+        bundles = make_bundles(unplaced, relax_placement(self._placement), complete=False)
         own = next(bundle for bundle in bundles if name in bundle.processes)
         first = [bundle for bundle in bundles if bundle is own or set(bundle.roles) - set(ROLES_WITHOUT_RANKS)]
         names = {name for bundle in first for name in bundle.processes}
         if len(names) < len(unplaced):
             yield [each for each in unplaced if each.name in names]
-
-    def _relaxed(self, requests: Sequence[ProcessRequest]) -> PlacementConfig:
-        relaxed = relax_placement(self._placement)
-        try:
-            make_bundles(requests, relaxed)
-        except PlacementError:  # engines without the ranks whose GPUs they were to share
-            return relaxed.model_copy(update={"colocate": ()})
-        return relaxed
 
     def _record(self, held: list[Reservation], assignment: Assignment, level: int) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.assignment import Assignment, DoesNotFit, NodesBusy
-from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest
+from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest, make_bundles
 from lockstep.cluster.placement.reservations import (
     AllocatorUnavailable,
     ProcessPlacement,
@@ -210,6 +210,29 @@ def test_colocated_processes_move_together() -> None:
     nodes.gpus["d"], nodes.free["d"] = 2, [0, 1]
     table.replace("engine-1", nodes.look(), nodes.reserve)
     assert table.placement_of("engine-1") == ProcessPlacement("d", ("0", "1"))
+
+
+def test_roles_of_a_set_share_gpus_after_one_of_them_has_fewer_ranks() -> None:
+    """The policy continues with three ranks, so that one number of the critic's has no rank beside it."""
+    critics = [ProcessRequest(f"critic-{rank}", "critic", rank, 1, 1) for rank in range(4)]
+    wanted = [*run(4), *critics]
+    nodes = FakeNodes(a=2, b=2)
+    table = settled(nodes, wanted, colocate=["policy", "critic"])
+    table.set_ranks(["policy-0", "policy-1", "policy-2"], ["a", "b"])
+    nodes.loses("b", table)
+    nodes.gpus["c"], nodes.free["c"] = 2, [0, 1]
+    table.replace("critic-3", nodes.look(), nodes.reserve)
+    places = {each.name: table.placement_of(each.name) for each in wanted}
+    assert places["policy-2"] == places["critic-2"] == ProcessPlacement("c", ("0",)), "rank beside rank"
+    assert places["critic-3"] == ProcessPlacement("c", ("1",)) and places["policy-3"] is None
+
+
+@pytest.mark.parametrize("lost", [["policy-3"], ["policy-2", "policy-3"], []])
+def test_an_engine_shares_the_gpus_of_those_of_its_ranks_that_lost_theirs(lost: list[str]) -> None:
+    wanted = [each for each in run(4, 2, 2) if each.name in lost or each.name == "engine-1"]
+    (bundle,) = make_bundles(wanted, PlacementConfig(colocate="all"), complete=False)
+    assert set(bundle.processes) == {*lost, "engine-1"}
+    assert bundle.gpus == 2 and bundle.slots["engine-1"] == (0, 1)
 
 
 def test_a_reason_to_wait_is_logged_once(told: Any) -> None:

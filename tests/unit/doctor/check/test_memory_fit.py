@@ -146,6 +146,41 @@ def test_the_remedy_for_a_set_is_about_the_roles_that_are_in_its_way() -> None:
         assert found.severity == "error" and found.fix.startswith(fix) and "critic" not in found.fix
 
 
+def test_every_role_of_the_engines_set_keeps_memory_from_them() -> None:
+    stays = {"ranks": 8, "offload": {"parameters": False, "optimizer": False}}
+    values: dict[str, Any] = {
+        **BASE, "recipe": "ppo", "cluster": "ray", "trainer": {"ranks": 8}, "critic": {"trainer": stays},
+        "placement": {"colocate": "all"}, "rollout": {"engine": {"kind": "vllm", "count": 8}},
+    }  # fmt: skip
+    run = check_config(values, "x")
+    found = by_id(judge(run, H100))["memory-shared"]
+    kept = 12 * SHAPE.parameters / 8  # weights and two moments in float32
+    assert found.severity == "error" and "leave critic.trainer.offload out" in found.fix
+    assert f"critic keeps {kept / 2**30:.1f} GiB while the engine takes 72.0 GiB" in found.seen
+    elsewhere = values | {"placement": {"colocate": ["policy", "rollout"]}}
+    assert "memory-shared" not in by_id(judge(check_config(elsewhere, "x"), H100)), "the critic has GPUs of its own"
+
+
+def test_the_builtin_engine_keeps_its_weights_beside_the_ranks() -> None:
+    run = config(placement={"colocate": "all"}, trainer={"ranks": 4}, token_budget=2048)
+    trained = {"policy": rank_memory(run.policy, 2048)}
+    policy, weights = sum(trained["policy"].values()), 2 * SHAPE.parameters
+    engine = engine_memory_parts(run, SHAPE)
+    for room, severity in ((policy + weights * 1.01, "ok"), (policy + weights * 0.9, "error")):
+        memory = ProcessMemory("cuda", int(room / (1 - memory_fit.RESERVE)))
+        (found,) = memory_fit._judge_set_memory(run, trained, {}, memory, engine)
+        assert found.severity == severity and f"{weights / 2**30:.1f} GiB that rollout keeps" in found.seen
+    assert found.fix == "set rollout.engine.kind=vllm"
+    vllm = config(placement={"colocate": "all"}, trainer={"ranks": 4}, rollout={"engine": {"kind": "vllm"}})
+    assert list(memory_fit._judge_set_memory(vllm, trained, {}, memory, engine)) == []
+
+
+def test_more_ranks_are_suggested_for_all_roles_of_a_set() -> None:
+    values: dict[str, Any] = {"trainer": {"ranks": 1}, "placement": {"colocate": ["policy", "critic"]}}
+    run = CriticConfig.model_validate(BASE | values | {"critic": {"ranks": 1}})
+    assert "trainer.ranks=4 with critic.trainer.ranks=4" in by_id(judge(run, H100))["memory-policy"].fix
+
+
 def test_too_little_memory_is_an_error_and_unknown_memory_is_unchecked() -> None:
     on_cpu = config(cluster={"device": "cpu"})
     assert by_id(judge(on_cpu, ProcessMemory("cpu", 32 << 30)))["memory"].severity == "error"

@@ -1,6 +1,6 @@
 """Judges whether the memory that each role of a run needs fits. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -96,9 +96,9 @@ def judge_memory(
     if memory.device == "cpu":
         return _judge_host_memory(config, roles, engine, memory)
     found = [_judge_rank_memory(config, role, ranks, memory) for role in config.train_roles]
-    found += _judge_set_memory(config, roles, served or {}, memory)
+    found += _judge_set_memory(config, roles, served or {}, memory, engine)
     if engine and shape is not None:
-        found += _judge_engine_memory(config, shape, roles[config.policy.name], engine, memory)
+        found += _judge_engine_memory(config, shape, roles, engine, memory)
     return found
 
 
@@ -141,34 +141,45 @@ def _judge_rank_memory(config: Config, role: TrainRole, ranks: RankMemory, memor
 
 
 def _judge_set_memory(
-    config: Config, trained: Mapping[str, Mapping[str, int]], served: Mapping[str, int], memory: ProcessMemory
+    config: Config,
+    trained: Mapping[str, Mapping[str, int]],
+    served: Mapping[str, int],
+    memory: ProcessMemory,
+    engine: Mapping[str, int] | None = None,
 ) -> Iterator[Finding]:
     """Judges for each set of roles that share GPUs whether a GPU holds a rank that computes beside what the others
-    leave on it. Served roles leave nothing."""
-    sets: dict[tuple[str, ...], list[str]] = {}
-    for name in (*trained, *served):
-        sets.setdefault(config.placement.device_key(name), []).append(name)
+    leave on it. Served roles leave nothing, and neither do engines of vLLM; the builtin engine leaves its weights."""
     kept = {role.name: sum(_kept_while_offloaded(role, trained[role.name]).values()) for role in config.train_roles}
+    if engine and config.placement.shared and config.rollout.engine.kind == "builtin":
+        kept["rollout"] = engine["weights"]
     full = {name: sum(parts.values()) for name, parts in trained.items()} | dict(served)
+    sets: dict[tuple[str, ...], list[str]] = {}
+    for name in (*full, *(["rollout"] if "rollout" in kept else [])):
+        sets.setdefault(config.placement.device_key(name), []).append(name)
     usable = int(memory.bytes * (1 - RESERVE))
     for names in (each for each in sets.values() if len(each) > 1):
-        needs = {name: full[name] + sum(kept.get(other, 0) for other in names if other != name) for name in names}
+        ranks = [name for name in names if name in full]
+        needs = {name: full[name] + sum(kept.get(other, 0) for other in names if other != name) for name in ranks}
         worst = max(needs, key=lambda name: needs[name])
-        others = [role for role in config.train_roles if role.name in names and role.name != worst and kept[role.name]]
-        terms = " + ".join(
-            [
-                f"{_size(full[worst])} of {worst}",
-                *(f"{_size(kept[role.name])} that {role.name} keeps" for role in others),
-            ]
+        others = [name for name in names if name != worst and kept.get(name)]
+        parts = [f"{_size(full[worst])} of {worst}", *(f"{_size(kept[name])} that {name} keeps" for name in others)]
+        text = (
+            f"{' and '.join(names)} share a GPU: at most {' + '.join(parts)} = {_size(needs[worst])}, "
+            f"of {_size(memory.bytes)}"
         )
-        text = f"{' and '.join(names)} share a GPU: at most {terms} = {_size(needs[worst])}, of {_size(memory.bytes)}"
         if needs[worst] <= usable:
             yield Finding("memory-set", "ok", "", text, source=ZERO)
         elif full[worst] <= usable or worst in served:
-            fields = " and ".join(role.field("trainer.offload") for role in others)
-            fix = f"leave {fields} out" if full[worst] <= usable else f"use more ranks for {worst}"
+            fix = _leave_devices(config, others) if full[worst] <= usable else f"use more ranks for {worst}"
             why = f"the rank runs out of memory in its first turn: only {_size(usable)} are usable"
             yield Finding("memory-set", "error", "", text, why, fix, ZERO)
+
+
+def _leave_devices(config: Config, names: Collection[str]) -> str:
+    """Settings with which these roles leave the GPU while others compute, as the text of a fix."""
+    fields = [role.field("trainer.offload") for role in config.train_roles if role.name in names]
+    fixes = [f"leave {' and '.join(fields)} out"] if fields else []
+    return " and ".join([*fixes, *(["set rollout.engine.kind=vllm"] if "rollout" in names else [])])
 
 
 def _kept_while_offloaded(role: TrainRole, parts: Mapping[str, int]) -> dict[str, int]:
@@ -180,8 +191,12 @@ def _kept_while_offloaded(role: TrainRole, parts: Mapping[str, int]) -> dict[str
 
 
 def _judge_engine_memory(
-    config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], memory: ProcessMemory
-) -> list[Finding]:  # fmt: skip
+    config: Config,
+    shape: ModelShape,
+    trained: Mapping[str, Mapping[str, int]],
+    engine: Mapping[str, int],
+    memory: ProcessMemory,
+) -> list[Finding]:
     chosen = config.rollout.engine
     share = chosen.gpu_memory_utilization if chosen.kind == "vllm" else 1 - RESERVE
     left = int(share * memory.bytes) - engine["weights"]
@@ -196,21 +211,36 @@ def _judge_engine_memory(
         return [Finding("memory-engine", "error", "", seen, why, fix, PAGED)]
     sequences = f"{seen}, which leaves room for {rows:,} sequences of {max_sequence_tokens(config, shape):,} tokens"
     found = [Finding("memory-engine", "ok", "", sequences, source=PAGED)]
-    if config.placement.shared:
-        kept = sum(_kept_while_offloaded(config.policy, trainer).values())
-        if kept + share * memory.bytes > memory.bytes:
-            fits = max(0.0, 1 - kept / memory.bytes - RESERVE)
-            found.append(
-                Finding(
-                    "memory-shared", "error", "",
-                    f"on shared GPUs the trainer keeps {_size(kept)} while the engine takes {share:.0%} of "
-                    f"{_size(memory.bytes)}",
-                    "whichever wakes second runs out of memory",
-                    "leave trainer.offload out, so that parameters and optimizer leave the GPU"
-                    + (f", or rollout.engine.gpu_memory_utilization={fits:.2f}" if fits > 0.1 else ""), ZERO,
-                )
-            )  # fmt: skip
-    return found
+    return found + list(_judge_shared_engine(config, trained, engine["weights"] + int(each), memory))
+
+
+def _judge_shared_engine(
+    config: Config, trained: Mapping[str, Mapping[str, int]], least: int, memory: ProcessMemory
+) -> Iterator[Finding]:
+    """Judges whether an engine has room beside what the trained roles of its set leave on the GPU.
+
+    Args:
+        least: the bytes of the builtin engine with one sequence. vLLM takes its share of the GPU.
+    """
+    chosen = config.rollout.engine
+    roles = [role for role in config.train_roles if "rollout" in config.placement.set_of(role.name)]
+    kept = {role.name: sum(_kept_while_offloaded(role, trained[role.name]).values()) for role in roles}
+    keeping, total = [name for name, size in kept.items() if size], sum(kept.values())
+    needed, room = least, int(memory.bytes * (1 - RESERVE))
+    if chosen.kind == "vllm":
+        needed, room = int(chosen.gpu_memory_utilization * memory.bytes), memory.bytes
+    if not keeping or total + needed <= room:
+        return
+    verb = "keeps" if len(keeping) == 1 else "keep"
+    share = max(0.0, 1 - total / memory.bytes - RESERVE) if chosen.kind == "vllm" else 0.0
+    yield Finding(
+        "memory-shared", "error", "",
+        f"on shared GPUs {' and '.join(keeping)} {verb} {_size(total)} while the engine takes {_size(needed)} of "
+        f"{_size(memory.bytes)}",
+        "whichever wakes second runs out of memory",
+        f"{_leave_devices(config, keeping)}, so that parameters and optimizer leave the GPU"
+        + (f", or rollout.engine.gpu_memory_utilization={share:.2f}" if share > 0.1 else ""), ZERO,
+    )  # fmt: skip
 
 
 def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable: int) -> str:
@@ -229,7 +259,7 @@ def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable
         count *= 2
     if count <= 1024:
         copies = f" with {role.field('trainer.replicas')}=1" if trainer.replicas > 1 else ""
-        found.append(f"{count_field}={count}{copies}")
+        found.append(f"{count_field}={count}{copies}{_same_ranks(config, role, count)}")
     elif fits(ranks=1024, replicas=1, activation_checkpointing=True):
         found.append(f"{checkpointing}=true with more {count_field}")
     budget = config.token_budget // 2
@@ -240,6 +270,15 @@ def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable
     if role.model.adapter is None:
         found.append(f"{role.field('model.adapter')} (LoRA)")
     return "set " + ", or ".join(found) if found else "use a smaller model, or GPUs with more memory"
+
+
+def _same_ranks(config: Config, role: TrainRole, count: int) -> str:
+    """The settings of roles that share the role's devices, which must have as many ranks; "" if there are none."""
+    fields = {each.name: each.field("trainer.ranks") for each in config.train_roles}
+    fields |= {each.name: each.field("ranks") for each in config.serve_roles}
+    key = config.placement.device_key(role.name)
+    others = [field for name, field in fields.items() if name != role.name and config.placement.device_key(name) == key]
+    return "".join(f" with {field}={count}" for field in others)
 
 
 def _parts_text(parts: Mapping[str, int]) -> str:
