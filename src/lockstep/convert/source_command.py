@@ -112,6 +112,8 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     source = read(jobs[0], folder)
     source.ranks, source.through_ray = jobs[0].launcher.world_size or source.ranks, jobs[0].through_ray
     source.variables = jobs[0].workers
+    if not source.settings.given:
+        raise NotConvertible(f"{jobs[0].location}: {jobs[0].program} is given no option")
     if rounds:
         _add_stages(source, beside)
     return source

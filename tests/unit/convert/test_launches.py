@@ -124,6 +124,11 @@ def test_a_config_is_looked_for_in_both_folders(tmp_path: Path, monkeypatch: pyt
         assert convert("trl", [str(script)], ConversionFacts()).values["model"]["path"] == folder.name
 
 
+def test_a_training_without_any_option_is_refused() -> None:
+    with pytest.raises(NotConvertible, match=r"main_ppo is given no option"):
+        convert("verl", ["python3 -m verl.trainer.main_ppo"], ConversionFacts())
+
+
 def test_one_unknown_variable_of_ray_leaves_the_others() -> None:
     variables = """{\\"env_vars\\": {\\"JUDGE\\": \\"$JUDGE\\", \\"NCCL_DEBUG\\": \\"INFO\\"}}"""
     command = f'ray job submit --runtime-env-json "{variables}" -- {VERL}'
