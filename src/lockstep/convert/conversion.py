@@ -250,7 +250,7 @@ class Conversion:
         return self._written(self.given[name].name if name in self.given else self._default_name(name))
 
     def _written(self, name: str) -> str:
-        stage, of_stage, plain = name.rpartition(":") if self.source.rounds else ("", "", name)
+        stage, of_stage, plain = name.rpartition(":") if self.source.rounds or self.source.served else ("", "", name)
         flag = f"--{plain}" if self.source.flags else plain
         return redact_text(f"{stage} {flag}" if of_stage else flag)
 

@@ -11,6 +11,8 @@ from lockstep.doctor.configs.training_commands import TrainingCommand, add_argum
 
 INFERENCE = "openrlhf.cli.batch_inference"
 """OpenRLHF's program that generates completions, or scores them with a reward model, and writes a file."""
+SERVER = "vllm-serve"
+"""TRL's command for a server that generates for a training."""
 GENERATE, SCORE = "generate", "score"
 _CHOICES = ("iter_dpo", "rs")
 

@@ -114,6 +114,14 @@ def set_schedule(
         conv.drop(name, "another option sets the warm-up, or there is none")
 
 
+def set_lowest_rate(conv: Conversion, name: str, highest: str) -> None:
+    """Sets `trainer.schedule.final` from the lowest learning rate, which is a share of the highest here."""
+    lowest, rate, schedule = conv.number(name), conv.number(highest), conv.fields.get("trainer.schedule.kind")
+    if lowest and rate and schedule is not None and schedule.value != "constant":
+        conv.put("trainer.schedule.final", lowest / rate, name, keep=True)
+    conv.drop(name, "the learning rate is constant, or ends at 0")
+
+
 def set_adapter(conv: Conversion, rank: str, others: Mapping[str, str], dropout: str, exact: bool) -> None:
     """Sets `model.adapter`.
 

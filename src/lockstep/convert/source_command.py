@@ -8,7 +8,14 @@ from typing import Any, Literal
 
 from lockstep.base.secrets import redact_text
 from lockstep.convert.errors import NotConvertible
-from lockstep.convert.inference_stages import INFERENCE, chooses_completions, stage_options, stage_settings
+from lockstep.convert.inference_stages import (
+    INFERENCE,
+    SERVER,
+    chooses_completions,
+    stage_option,
+    stage_options,
+    stage_settings,
+)
 from lockstep.convert.refused_programs import check_convertible
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
 from lockstep.doctor.configs.config_settings import (
@@ -77,6 +84,8 @@ class SourceCommand:
     """Whether the program is the user's own script."""
     flags: bool = True
     """Whether the settings are written as flags (`--name`)."""
+    served: bool = False
+    """Whether `trl vllm-serve` generates for it. Its options are called `vllm-serve:NAME`."""
     rounds: bool = False
     """Whether the training is one part of a script that generates and scores completions before it, round by round. The
     options of the other parts are called `generate:NAME` and `score:NAME`."""
@@ -112,8 +121,12 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     source = read(jobs[0], folder)
     source.ranks, source.through_ray = jobs[0].launcher.world_size or source.ranks, jobs[0].through_ray
     source.variables = jobs[0].workers
+    if not source.settings.given:
+        raise NotConvertible(f"{jobs[0].location}: {jobs[0].program} is given no option")
     if rounds:
         _add_stages(source, beside)
+    if framework == "trl":
+        _add_server(source, [job for job in found if job.framework == SERVER])
     return source
 
 
@@ -129,6 +142,18 @@ def _read_document(given: Sequence[str], certain: bool) -> tuple[ConfigDocument,
     if len(text) > MAX_COMMAND:
         raise NotConvertible(f"the command is longer than {MAX_COMMAND:,} characters: put it into a file")
     return parse_config(text, f"{COMMAND_LINE}.sh", certain=certain), Path()
+
+
+def _add_server(source: SourceCommand, servers: Sequence[TrainingCommand]) -> None:
+    """Adds the options of the server that generates for the training."""
+    if len(servers) != 1:
+        return
+    options, settings = option_table("trl", SERVER).options, ConfigSettings()
+    add_arguments(settings, servers[0].words, options)
+    for setting in settings:
+        source.settings.add(replace(setting, name=stage_option(SERVER, setting.name)))
+    added = {stage_option(SERVER, name): option for name, option in options.items()}
+    source.options, source.served = {**source.options, **added}, True
 
 
 def _add_stages(source: SourceCommand, commands: Sequence[TrainingCommand]) -> None:

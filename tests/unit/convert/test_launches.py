@@ -124,6 +124,24 @@ def test_a_config_is_looked_for_in_both_folders(tmp_path: Path, monkeypatch: pyt
         assert convert("trl", [str(script)], ConversionFacts()).values["model"]["path"] == folder.name
 
 
+def test_the_server_of_trl_gives_the_engines_their_size() -> None:
+    server = "CUDA_VISIBLE_DEVICES=0,1,2,3 trl vllm-serve --model m --tensor-parallel-size 2 --data-parallel-size 2"
+    train = "trl grpo --model_name_or_path m --dataset_name d --max_steps 10 --num_processes 4 --use_vllm"
+    train += " --vllm_mode server --reward_funcs accuracy_reward --num_generations 4"
+    command = f"{server} --gpu_memory_utilization 0.8 --kv_cache_dtype fp8 &\n{train}"
+    config = convert("trl", [command], ConversionFacts())
+    engine = config.values["rollout"]["engine"]
+    assert engine == {"kind": "vllm", "count": 2, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.8}
+    assert left(config) == {"vllm-serve --kv_cache_dtype"}
+    alone = convert("trl", [train], ConversionFacts()).values["rollout"]["engine"]
+    assert alone["count"] == 1
+
+
+def test_a_training_without_any_option_is_refused() -> None:
+    with pytest.raises(NotConvertible, match=r"main_ppo is given no option"):
+        convert("verl", ["python3 -m verl.trainer.main_ppo"], ConversionFacts())
+
+
 def test_one_unknown_variable_of_ray_leaves_the_others() -> None:
     variables = """{\\"env_vars\\": {\\"JUDGE\\": \\"$JUDGE\\", \\"NCCL_DEBUG\\": \\"INFO\\"}}"""
     command = f'ray job submit --runtime-env-json "{variables}" -- {VERL}'

@@ -1,17 +1,20 @@
 """Which models share GPUs after a conversion, and that the placement of the converted run is possible."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.cluster.placement.bundles import make_bundles, total_gpus
 from lockstep.config.loader import check_config
+from lockstep.config.run_config import RunConfig
 from lockstep.convert.conversion import ConversionFacts
 from lockstep.convert.converter import ConvertedConfig, convert
 from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.resources import HostResources
-from lockstep.run.planning.run_plan import make_plan
+from lockstep.run.planning.run_plan import RunPlan, make_plan
 
+SOURCES = sorted((Path(__file__).parent / "sources").iterdir())
 MODEL = ModelFacts(
     parameters=1_000_000, layers=2, hidden=128, vocabulary=64, kv_heads=4, head_dim=32, context=1 << 20,
     dtype="float32", largest_layer=450_000, root=100_000,
@@ -29,11 +32,16 @@ def converted(command: str) -> ConvertedConfig:
     return convert("openrlhf", [command], ConversionFacts(rows=10_240))
 
 
-def gpus(config: ConvertedConfig) -> int:
-    """The GPUs that all processes of the run need together. Raises PlacementError if the placement is impossible."""
+def planned(config: ConvertedConfig) -> tuple[RunConfig, RunPlan]:
+    """The config and the plan of its processes. Raises InfeasibleError or PlacementError if they are impossible."""
     made = check_config(dict(config.values), "test")
     models = {role.name: MODEL for role in (*made.train_roles, *made.serve_roles)}
-    plan = make_plan(made, MODEL, HOST, models)
+    return made, make_plan(made, MODEL, HOST, models)
+
+
+def gpus(config: ConvertedConfig) -> int:
+    """The GPUs that all processes of the run need together. Raises PlacementError if the placement is impossible."""
+    made, plan = planned(config)
     assert make_bundles(plan.wanted, made.placement)
     return total_gpus(plan.wanted, made.placement)
 
@@ -61,6 +69,16 @@ def test_models_that_share_gpus_in_openrlhf_share_them_here(command: str, coloca
     config = converted(command)
     assert config.values.get("placement", {}).get("colocate") == colocate
     assert gpus(config) == number
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_the_processes_of_every_conversion_can_be_placed(path: Path) -> None:
+    framework: Any = path.name.partition("_")[0]
+    config = convert(framework, [str(path)], ConversionFacts(20_000, 8))
+    made, plan = planned(config)
+    assert sum(each.role == "policy" for each in plan.processes) == made.trainer.ranks
+    if made.cluster.kind == "ray":
+        assert gpus(config) >= made.trainer.ranks
 
 
 def test_both_generations_of_names_share_alike() -> None:

@@ -95,6 +95,15 @@ def test_a_reward_model_is_on_the_shared_gpus_or_on_its_own() -> None:
     assert left(converted(pool)) == set()  # without a reward model
 
 
+def test_an_offloaded_reference_takes_turns_with_the_others() -> None:
+    offload = "actor_rollout_ref.ref.fsdp_config.param_offload=True"
+    config = converted(f"{offload} {ACTOR}.use_kl_loss=True")
+    assert value(config, "reference") == {"ranks": 8} and value(config, "placement.colocate") == "all"
+    for options in (offload, f"{offload} {ACTOR}.use_kl_loss=True actor_rollout_ref.model.lora_rank=8"):
+        alone = converted(options)
+        assert value(alone, "reference") is None and left(alone) == set()
+
+
 def test_one_step_off_policy_has_engines_of_its_own() -> None:
     program = GRPO.replace("verl.trainer.main_ppo", "recipe.one_step_off_policy.main_ppo")
     config = converted(

@@ -113,6 +113,7 @@ def test_what_the_older_trainer_has_alone_is_listed(options: str, listed: set[st
         ("data.pad_mode=no_padding data.truncation=error model.use_remove_padding=true", set()),
         ("checkpoint.save_contents=[model,optimizer,extra,hf_model] trainer.resume_mode=disable", set()),
         ("model.lora.rank=8", set()),
+        ("optim.lr_decay_style=cosine optim.min_lr=1e-6 optim.lr_warmup_init=0", set()),
     ],
 )
 def test_what_the_newer_trainer_has_alone_is_listed(options: str, listed: set[str]) -> None:

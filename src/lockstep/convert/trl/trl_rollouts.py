@@ -4,6 +4,7 @@ from typing import Any
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
+from lockstep.convert.inference_stages import SERVER, stage_option
 
 _AGGREGATIONS = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 _THINK_FORMAT = r"(?s)^<think>(?!.*<think>)(.*?)</think>.*$"
@@ -124,12 +125,24 @@ def set_trl_engine(conv: Conversion, ranks: int) -> None:
         conv.put("rollout.engine.count", max(1, ranks // parallel), default=True, keep=True)
         conv.put("rollout.engine.gpu_memory_utilization", conv.number(share), share)
     else:
-        conv.put("rollout.engine.count", 1, "vllm_mode", keep=True)
-        conv.note("the run starts its own engine in place of `trl vllm-serve`, on a GPU of its own")
-        if conv.has(share):
-            conv.put("rollout.engine.gpu_memory_utilization", conv.number(share), share)
+        _set_server(conv, share)
     if conv.on(correction[0]):
         _set_correction(conv, correction)
+
+
+def _set_server(conv: Conversion, share: str) -> None:
+    """Engines of the run in place of a server, with the server's sizes if the source starts it."""
+    conv.note("the run starts its own engines in place of `trl vllm-serve`, on GPUs of their own")
+    copies, width, memory = (
+        stage_option(SERVER, each) for each in ("data_parallel_size", "tensor_parallel_size", "gpu_memory_utilization")
+    )
+    conv.put("rollout.engine.count", conv.count(copies, 1), "vllm_mode", copies, keep=True)
+    if conv.has(width):
+        conv.put("rollout.engine.tensor_parallel_size", conv.count(width, 1), width)
+    for name in (memory, share):
+        if conv.has(name):
+            conv.put("rollout.engine.gpu_memory_utilization", conv.number(name), name)
+            break
 
 
 def _set_correction(conv: Conversion, names: list[str]) -> None:

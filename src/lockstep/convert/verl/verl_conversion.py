@@ -34,6 +34,7 @@ def convert_verl(conv: Conversion) -> str:
     _set_evaluation(conv)
     if recipe == PPO:
         set_verl_critic(conv, ranks, updates)
+    _offload_reference(conv, ranks)
     place_reward_model(conv)
     return recipe
 
@@ -111,6 +112,17 @@ def _set_placement(conv: Conversion) -> int:
     return ranks
 
 
+def _offload_reference(conv: Conversion, ranks: int) -> None:
+    """Processes for a reference that leaves the GPUs while others compute."""
+    name, penalty = "actor_rollout_ref.ref.fsdp_config.param_offload", conv.fields.get("loss.kl.coefficient")
+    if not conv.on(name):
+        return
+    if penalty is None or not penalty.value or "model.adapter.r" in conv.fields:
+        conv.drop(name, "there is no reference, or it is the policy without its adapter")
+    elif "placement.colocate" in conv.fields:
+        conv.put("reference.ranks", ranks, name, keep=True)
+
+
 def _set_variables(conv: Conversion) -> None:
     """Variables of Ray's workers, from overrides or a runtime environment; secrets are forwarded by name."""
     fields.set_cluster_variables(conv)
@@ -155,17 +167,8 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
     fields.set_schedule(
         conv, f"{optim}.lr_scheduler_type", steps * updates, warmup, f"{optim}.min_lr_ratio", "constant", updates
     )
-    _set_lowest_rate(conv)
+    fields.set_lowest_rate(conv, f"{optim}.min_lr", f"{optim}.lr")
     return steps * updates
-
-
-def _set_lowest_rate(conv: Conversion) -> None:
-    """Megatron's lowest learning rate, as a share of the highest."""
-    name, rate = f"{_ACTOR}.optim.min_lr", conv.number(f"{_ACTOR}.optim.lr")
-    lowest, schedule = conv.number(name), conv.fields.get("trainer.schedule.kind")
-    if lowest and rate and schedule is not None and schedule.value != "constant":
-        conv.put("trainer.schedule.final", lowest / rate, name, keep=True)
-    conv.drop(name, "the learning rate is constant, or ends at 0")
 
 
 def _set_lengths(conv: Conversion, ranks: int) -> None:

@@ -48,7 +48,8 @@ def place_reward_model(conv: Conversion) -> None:
         conv.put("placement.reward_model.nodes", conv.count(_POOL_SIZES[0], 1), _POOL_SIZES[0])
         conv.put("placement.reward_model.gpus_per_node", conv.count(_POOL_SIZES[1], 8), _POOL_SIZES[1])
         if "placement.colocate" in conv.fields:
-            others = ["critic"] if "critic.trainer.ranks" in conv.fields else []
+            keys = {"critic": "critic.trainer.ranks", "reference": "reference.ranks"}
+            others = [role for role, key in keys.items() if key in conv.fields]
             conv.put(
                 "placement.colocate",
                 ["policy", "rollout", *others],

@@ -119,6 +119,7 @@ def _set_steps(conv: Conversion, older: bool) -> int | None:
     kind = "optim.lr_scheduler" if older else "optim.lr_scheduler_type"
     minimum = "" if older else "optim.min_lr_ratio"
     fields.set_schedule(conv, kind, total, warmup, minimum, "cosine" if older else "constant")
+    fields.set_lowest_rate(conv, "optim.min_lr", "optim.lr")
     return per_epoch
 
 

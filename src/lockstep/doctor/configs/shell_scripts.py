@@ -67,6 +67,8 @@ _KEYWORDS = {
 }
 
 
+_DECLARING = ("export", "declare", "typeset", "readonly", "local")
+"""Commands of which the arguments are assignments."""
 ExpandedWord = list[list[WordPiece]]
 """The words to which one written word expands."""
 
@@ -80,6 +82,21 @@ class PendingHeredoc:
     quoted: bool
     """Whether the delimiter is quoted, so that the body is not expanded."""
     line: int
+
+
+def _with_whole_assignments(words: list[ExpandedWord]) -> list[list[WordPiece]]:
+    """The words of a command. The shell splits what a word expands to, but not the value of an assignment: in front of
+    a command, or after `export` and the like."""
+    found: list[list[WordPiece]] = []
+    assigns = True
+    for expanded in words:
+        first = word_text(expanded[0]) if expanded else ""
+        if assigns and _ASSIGNMENT.match(first) and not expanded[0][0].quoted:
+            found.append(join_words(expanded))
+        else:
+            assigns = assigns and (first in _KEYWORDS or first in _DECLARING)
+            found.extend(expanded)
+    return found
 
 
 class ShellScript(WordReader):
@@ -145,7 +162,7 @@ class ShellScript(WordReader):
             words: the written words of the command.
             conditional: whether it follows && or ||, so that it may not run.
         """
-        flat = [each for expanded in words for each in expanded]
+        flat = _with_whole_assignments(words)
         while flat and (keyword := word_text(flat[0])) in _KEYWORDS:
             self.depth = max(0, self.depth + (keyword in _OPENING) - (keyword in _CLOSING))
             flat = flat[1:]
@@ -162,7 +179,7 @@ class ShellScript(WordReader):
                 self._assign(name, [value], conditional)
             return
         first = word_text(flat[0])
-        if first in ("export", "declare", "typeset", "readonly", "local"):
+        if first in _DECLARING:
             self._declare(first, flat[1:], conditional)
         elif (script := _script_within(flat)) is not None:
             yield from self._commands_of_script(script)

@@ -318,7 +318,7 @@ class WordReader:
                         starts_word = False
         if len(result) > MAX_WORDS:
             raise self._fail(f"more than {MAX_WORDS} words")
-        return result
+        return [word for word in result if word_text(word)]  # a line continuation alone is no word
 
     def _bounded(self, pieces: list[WordPiece]) -> list[WordPiece]:
         if sum(len(piece.text) for piece in pieces) > MAX_WORD or len(pieces) > MAX_WORD:
