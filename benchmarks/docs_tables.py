@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import response_length
 from benchmarks.comparison_table import markdown, markdown_head
 from benchmarks.docs_markers import into_page
 from benchmarks.ppo_beside_grpo import table as ppo_table
@@ -162,6 +163,7 @@ TABLES: tuple[Table, ...] = (
     ("engines.md", "generate", "vllm-generate.json", generate),
     ("engines.md", "update", "vllm-update.json", update),
     ("ppo.md", "ppo", "ppo.jsonl", ppo_table),
+    ("ppo.md", "lengths", response_length.RESULTS.name, response_length.table),
 )
 """Page, name of its markers, file of results, and the function that makes the table."""
 
