@@ -34,8 +34,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-START_S = 400.0
-"""vLLM's server was once not ready within 150 s on two busy cores."""
+START_S = 500.0
+"""vLLM's server is ready after 90 s on two quiet cores, and was after 280 s on busy ones."""
 KEY_VARIABLE = "LOCKSTEP_TEST_API_KEY"
 KEY = ENVIRONMENT[KEY_VARIABLE]
 CONTEXT = 64

@@ -45,8 +45,8 @@ def asked(model: Path, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def serve_rm(model: Path, queries: Sequence[str], batch: int | None = None, most: int = 2048) -> list[float]:
-    """What serve_rm computes: tokens without special ones, of which the first `most` stay; rows padded on the left, with
-    positions that begin at the first token; the head's value at the last token."""
+    """What serve_rm computes: tokens without special ones, of which the first `most` stay; rows padded on the left,
+    with positions that begin at the first token; the head's value at the last token."""
     scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [tokenizer(query, add_special_tokens=False)["input_ids"][:most] for query in queries]
