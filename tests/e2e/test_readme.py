@@ -135,13 +135,16 @@ OVERRIDES = {
         "prompts_per_step=4",
         "trainer.schedule.warmup_steps=1",
     ],
-    "lockstep train examples/ppo_sort.yaml": [
-        *SHORT,
-        "prompts_per_step=4",
-        "trainer.schedule.warmup_steps=1",
-        "critic.warmup_steps=1",
-        "critic.trainer.threads=1",
-    ],
+    **{
+        f"lockstep train examples/{name}.yaml": [
+            *SHORT,
+            "prompts_per_step=4",
+            "trainer.schedule.warmup_steps=1",
+            "critic.warmup_steps=1",
+            "critic.trainer.threads=1",
+        ]
+        for name in ("ppo_sort", "ppo_reward_model")
+    },
     **{
         f"lockstep train examples/{name}_sort.yaml": [*SHORT, "prompts_per_step=4", "trainer.schedule.warmup_steps=1"]
         for name in ("online_dpo", "rejection_sampling")
@@ -211,7 +214,7 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
                 resumed = done.stderr
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
         *("tiny", "check", "train", "train", "train", "top", "train", "convert"),
-        *(*8 * ["train"], "generate", "eval", "export", "push"),
+        *(*9 * ["train"], "generate", "eval", "export", "push"),
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
     assert "finished after 2 of 2" not in resumed and "is finished: 2 of 2 steps" in resumed

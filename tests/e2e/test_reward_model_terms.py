@@ -126,8 +126,12 @@ def sorting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_example_learns_to_sort_from_a_reward_model(sorting: Path, seed: int) -> None:
-    run = train(sorting, example("grpo_reward_model", sorting, name=f"seed-{seed}", seed=seed))
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_the_example_learns_to_sort_from_a_reward_model(sorting: Path, recipe: str, seed: int) -> None:
+    values = example(f"{recipe}_reward_model", sorting, name=f"{recipe}-{seed}", seed=seed)
+    run = sorting / "runs" / values["name"]
+    launched = Launched.start(run, str(write(sorting, values)))
+    assert launched.finish(timeout_s=900) == 0, launched.text()
     with Ledger.reader(run) as ledger:
         accuracies = [row.metrics["eval/exact_match"] for row in ledger.evaluations()]
-    assert accuracies[0] < 0.5 and accuracies[-1] > 0.95
+    assert accuracies[0] < 0.5 and accuracies[-1] > 0.95, accuracies
