@@ -10,8 +10,8 @@ It keeps the semantics of torch's CUDA streams:
   `async_op` waits in this way. So operations of different communicators that are issued without `async_op` run in the
   order of their calls, and asynchronous ones overlap.
 - **`is_completed()`** of a handle queries the device. `synchronize()` blocks the host until all streams are empty, like
-  CUDA with `cudaDeviceScheduleBlockingSync`. Only after it may the host read a result; torch's CUDA tensors do this by
-  themselves, the CPU tensors that stand for them do not.
+  CUDA with `cudaDeviceScheduleBlockingSync`; with EMULATED_NCCL_SPIN=1 it uses a core, as CUDA does by default. Only
+  after it may the host read a result; torch's CUDA tensors do this by themselves, the CPU tensors here do not.
 - An operation **starts** when it is first in its stream, and **completes** when all members have started it. Members
   with different calls hang, as with NCCL, and so do those whose peer has died: most transports of NCCL do not notice
   it. The i-th send from a to b meets the i-th receive of b from a. The operations of a batch start together.
@@ -29,6 +29,7 @@ on the host need it here. What differs from NCCL: every collective needs all mem
 early), a send is never buffered, and the status also counts with blocking waits.
 """
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -50,6 +51,8 @@ from lockstep.watch.recorder import abort as aborting
 
 NAME = "emulated_nccl"
 FOREVER_S = 3600.0
+SPIN_VARIABLE = "EMULATED_NCCL_SPIN"
+_LIBC = ctypes.CDLL(None)
 Kernel = Callable[[], object]
 
 
@@ -79,6 +82,15 @@ class Stream:
         return self.launch(lambda: None)
 
 
+def _held_spinlock() -> tuple[Callable[[], object], Callable[[], object]]:
+    """Functions that wait for a lock and release it. Like cudaStreamSynchronize, the wait is one native call that uses
+    a core and lets other threads run."""
+    lock = ctypes.byref(ctypes.c_int())
+    _LIBC.pthread_spin_init(lock, 0)
+    _LIBC.pthread_spin_lock(lock)
+    return functools.partial(_LIBC.pthread_spin_lock, lock), functools.partial(_LIBC.pthread_spin_unlock, lock)
+
+
 class Device:
     """The streams of this process and its flight recorder."""
 
@@ -89,6 +101,12 @@ class Device:
 
     def synchronize(self, timeout_s: float = FOREVER_S) -> None:
         """Blocks the host until all streams are empty."""
+        if os.environ.get(SPIN_VARIABLE) == "1":
+            for each in self.streams:
+                wait, release = _held_spinlock()
+                each.launch(release)
+                wait()
+            return
         until = time.monotonic() + timeout_s
         for done in [each.record_event() for each in self.streams]:
             while not done.is_set():

@@ -1,12 +1,15 @@
 """Ranks whose collectives return before they have run, as with NCCL: what is recorded, and which rank is named."""
 
+import time
+
 import pytest
 
-from benchmarks.faults.emulated_nccl import NAME
-from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
+from benchmarks.faults.emulated_nccl import NAME, SPIN_VARIABLE
+from lockstep.watch.attach import run_observer
+from lockstep.watch.diagnosis.verdict import StallThresholds, VerdictKind, VerdictLevel
 from tests.faults import device_ranks
 from tests.faults.live_diagnosis import LiveDiagnosis, ranks_of
-from tests.faults.ranks import ranks
+from tests.faults.ranks import RUN, ranks
 
 BACKENDS = ("gloo", NAME)
 
@@ -61,3 +64,22 @@ def test_opposite_orders_are_a_deadlock_despite_messages(tmp_path, backend):
         found = LiveDiagnosis().until(lambda verdict: verdict.level is VerdictLevel.CONFIRMED)
         assert (found.kind, ranks_of(found)) == (VerdictKind.CYCLE, [0, 1])
         assert found.confidence < 0.8
+
+
+def test_a_wait_that_uses_a_core_is_confirmed_like_one_that_sleeps(tmp_path, monkeypatch):
+    """CUDA waits spin: a rank whose device is stuck looks busy, and is confirmed after the usual bound all the same."""
+    monkeypatch.setattr(run_observer, "STACK_INTERVAL_S", 0.3)
+    variables = {"TORCH_NCCL_ENABLE_TIMING": "1", SPIN_VARIABLE: "1"}
+    with ranks(tmp_path, device_ranks.stuck_kernel, 2, NAME, variables) as both:
+        both.until(1, lambda found: found["default_pg"].entered == 3)
+        patience = StallThresholds(notice_s=1.0, still_s=4.0, busy_factor=100.0)
+        observer, end = run_observer.RunObserver(RUN, patience), time.monotonic() + 60.0
+        found = []
+        while not (found and found[0].level is VerdictLevel.CONFIRMED):
+            assert time.monotonic() < end, found
+            found = observer.poll()
+            time.sleep(0.2)
+        assert (found[0].kind, ranks_of(found[0])) == (VerdictKind.DEVICE_LAG, [1])
+        process = observer._monitor.tracked["policy-1"]
+        assert process.active_ns > process.same_stack_ns + 1e9, "the wait used no core"
+        assert any("in a wait for its device" in each.text for each in found[0].evidence)

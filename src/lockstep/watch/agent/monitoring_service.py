@@ -128,6 +128,8 @@ class MonitoringService:
             after_s = min((each.suspect_after_s for each in self._observers.values()), default=2.0)
             for process in list(self._monitor.stack_candidates(after_s)):
                 self._sampler.request(process.pid, self._stacks_handler(process))
+                if process.needs_native_stack(after_s):
+                    self._sampler.request(process.pid, self._native_handler(process), native=True)
 
     def _stacks_handler(self, process: ProcessState) -> Callable[[tuple[py_spy.SampledThread, ...]], None]:
         requested_ns = time.monotonic_ns()
@@ -139,6 +141,10 @@ class MonitoringService:
                 process.stack_ns = requested_ns  # sampling failed: do not repeat the request immediately
 
         return on_stacks
+
+    def _native_handler(self, process: ProcessState) -> Callable[[tuple[py_spy.SampledThread, ...]], None]:
+        requested_ns = time.monotonic_ns()
+        return lambda threads: process.store_native_stacks(threads, requested_ns)
 
     # --- requests of supervisors
 

@@ -83,6 +83,10 @@ class ProcessState:
     """The latest sampled stacks."""
     stack_ns: int = 0
     stacks_taken: int = 0
+    native_ns: int = 0
+    """When the stack with native frames was last sampled."""
+    waits_for_device: bool = False
+    """Whether the main thread waits for a device, according to the latest stack; such a wait may use a core."""
     where: str = ""
     error: str = ""
     cause: str = ""
@@ -114,10 +118,23 @@ class ProcessState:
             return
         before = py_spy.main_thread(self.threads, self.pid)
         if before is None or before.frames != main.frames:
-            self.same_stack_ns = at_ns
+            self.same_stack_ns, self.waits_for_device = at_ns, False
+        self.waits_for_device |= py_spy.waits_for_device(main.frames)
         self.threads, self.stack_ns = threads, at_ns
         self.stacks_taken += 1
         self.where = py_spy.user_code_line(main.frames)
+
+    def store_native_stacks(self, threads: tuple[py_spy.SampledThread, ...], at_ns: int) -> None:
+        """Stores what native frames show of a process whose Python stack has not changed before `at_ns`."""
+        self.native_ns = at_ns
+        main = py_spy.main_thread(threads, self.pid)
+        self.waits_for_device |= main is not None and py_spy.waits_for_device(main.frames)
+
+    def needs_native_stack(self, after_s: float) -> bool:
+        """Whether only native frames can show if the process computes or waits for a device: it uses a core in one line
+        for longer than `after_s`. True once for each such line, because sampling stops the process for a moment."""
+        spins = self.active_ns > self.same_stack_ns > 0 and not self.waits_for_device
+        return spins and self.native_ns < self.same_stack_ns and self.stack_ns - self.same_stack_ns > after_s * 1e9
 
 
 @dataclass

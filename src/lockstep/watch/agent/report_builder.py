@@ -161,7 +161,7 @@ def _process_note(process: ProcessState, monitor: ProcessMonitor, now: int) -> P
     where = process.where if process.stack_ns >= process.progress_ns else ""
     return ProcessNote(
         where, process.error, process.cause, process.ended_on_purpose, monitor.history.expected_s(process.role, stage),
-        unrecorded,
+        unrecorded, process.waits_for_device and process.stack_ns >= process.progress_ns,
     )  # fmt: skip
 
 

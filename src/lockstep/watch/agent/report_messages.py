@@ -24,7 +24,7 @@ clocks of hosts may differ.
      "members": base64 of MEMBER records, one for each of the roster's members
      "stages": [text, ...] of each process; may be empty
      "notes": {process: {"where", "error", "cause", "ours", "expected_s",
-              "unrecorded"}}, each field only if it is set
+              "unrecorded", "waits_for_device"}}, each field only if it is set
      "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see WaitReport, as ages
      "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
      "sites": [[member, seq, site], ...], "gaps": [text, ...]}
@@ -306,7 +306,7 @@ def _from_base64(records: str | bytes) -> bytes:
 
 def _encode_note(note: ProcessNote) -> dict[str, Any]:
     fields = {"where": note.where, "error": note.error, "cause": note.cause, "ours": note.ours}
-    fields |= {"unrecorded": note.unrecorded}
+    fields |= {"unrecorded": note.unrecorded, "waits_for_device": note.waits_for_device}
     fields = {name: value for name, value in fields.items() if value}
     return fields if math.isnan(note.expected_s) else {**fields, "expected_s": note.expected_s}
 

@@ -73,8 +73,19 @@ class DiagnosisContext:
     def last_active(self) -> FloatArray:
         """`[processes]`: when a counter of the process last advanced or the process last used CPU, a disk, a network or
         a GPU; NaN if unknown."""
+        return np.fmax(self.evidence.processes.progressed_at, self.worked_at)
+
+    @cached_property
+    def worked_at(self) -> FloatArray:
+        """`[processes]`: when the process last used CPU, a disk, a network or a GPU; NaN if unknown. The use of a core
+        in a wait for a device does not count."""
         processes = self.evidence.processes
-        return np.fmax(processes.progressed_at, processes.active_at)
+        waiting = [process for process, note in processes.notes.items() if note.waits_for_device]
+        if not waiting:
+            return processes.active_at
+        found = processes.active_at.copy()
+        found[waiting] = np.fmin(found[waiting], processes.same_stack_since[waiting])
+        return found
 
     def last_activity(self, process: int) -> float:
         """When a process was last active, which includes entering or completing a collective; NaN if its activity is
@@ -245,7 +256,7 @@ class Inactivity:
     counters_s: float
     """Seconds without counter progress."""
     activity_s: float
-    """Seconds without use of CPU, disk, network or GPU."""
+    """Seconds without use of CPU, disk, network or GPU, or in a wait for a device."""
     stack_s: float
     """Seconds for which all sampled stacks have been equal."""
 
@@ -273,7 +284,7 @@ def measure_inactivity(context: DiagnosisContext, process: int) -> Inactivity:
     return Inactivity(
         now - context.last_activity(process),
         now - float(processes.progressed_at[process]),
-        now - float(processes.active_at[process]),
+        now - float(context.worked_at[process]),
         now - float(processes.same_stack_since[process]),
     )
 
@@ -307,9 +318,10 @@ def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], sin
 def inactivity_facts(context: DiagnosisContext, process: int) -> tuple[Fact, ...]:
     """The inactivity of a process as facts for a verdict."""
     found, name = measure_inactivity(context, process), context.evidence.processes.info[process].name
+    synchronizing = context.note(process).waits_for_device
     measures = (
         ("no counter progress", found.counters_s),
-        ("no use of CPU, disk, network or GPU", found.activity_s),
+        ("in a wait for its device" if synchronizing else "no use of CPU, disk, network or GPU", found.activity_s),
         ("equal stacks", found.stack_s),
     )
     return tuple(

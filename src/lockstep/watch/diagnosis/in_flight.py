@@ -135,7 +135,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
 def _any_active(context: DiagnosisContext, processes: list[int]) -> bool:
     """Whether any of the processes uses CPU, a network or a GPU."""
     rows = np.array(processes, dtype=np.int64)
-    return bool((context.at - context.evidence.processes.active_at[rows] < context.thresholds.notice_s).any())
+    return bool((context.at - context.worked_at[rows] < context.thresholds.notice_s).any())
 
 
 def _common_host(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> tuple[list[int], set[str]]:

@@ -281,7 +281,9 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
     progress_unknown = bool(context.progress_unknown[process])
     proven = proven_inactive(context, process, since) and not progress_unknown
     if proven:
-        confidence = 0.7 if np.isnan(inactivity.stack_s) else MAX_INACTIVITY_CONFIDENCE
+        # A long computation of the process, or of its device, looks the same: too little to act on.
+        may_compute = is_active or context.note(process).waits_for_device
+        confidence = 0.7 if np.isnan(inactivity.stack_s) or may_compute else MAX_INACTIVITY_CONFIDENCE
     elif is_spinning:
         confidence = 0.45
     else:

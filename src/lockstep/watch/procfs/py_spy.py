@@ -9,6 +9,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -87,6 +88,31 @@ def _parse_thread(thread: dict[str, Any]) -> SampledThread:
 def main_thread(threads: Sequence[SampledThread], pid: int) -> SampledThread | None:
     """The thread whose id is the process's id; else the first one; None if there is none."""
     return next((each for each in threads if each.native_id == pid), threads[0] if threads else None)
+
+
+_PYTHON_DEVICE_WAITS = ("synchronize", "wait_tensor")
+"""Python functions that block the host until a device has finished: `torch.cuda.synchronize`, `Stream.synchronize`,
+`Event.synchronize`, and the wait of functional collectives."""
+_NATIVE_DEVICE_WAITS = re.compile(
+    r"(cuda|hip)(Stream|Event|Device)Synchronize|cu(Stream|Event|Ctx)Synchronize|ncclGroupEnd|aclrtSynchronize"
+    r"|c10d::\w*Work\w*::(wait|synchronize)|ProcessGroupNCCL::WorkNCCL::"
+)
+"""Functions of CUDA, HIP, CANN, NCCL and c10d that do the same, below `.item()`, `.cpu()` or `Work.wait()`."""
+_HANDLE_WAIT = ("wait", f"{_PACKAGE}/watch/recorder/recorder.py")
+"""The recorder's frame around every `Work.wait()`."""
+
+
+def waits_for_device(frames: Sequence[StackFrame]) -> bool:
+    """Whether a thread is in a synchronisation with a device, which may burn a core (CUDA waits spin). Python frames
+    show it where the call is a Python function, native frames everywhere."""
+    python = next((frame for frame in frames if frame.file.endswith(".py")), None)
+    native = itertools.takewhile(lambda frame: not frame.file.endswith(".py"), frames)
+    if any(_NATIVE_DEVICE_WAITS.search(frame.function) for frame in native):
+        return True
+    if python is None:
+        return False
+    name = python.function.rpartition(".")[2]  # newer interpreters report `Stream.synchronize`
+    return name in _PYTHON_DEVICE_WAITS or (name, python.file) == _HANDLE_WAIT
 
 
 def user_code_line(frames: Iterable[StackFrame]) -> str:

@@ -438,6 +438,21 @@ def test_a_busy_loop_stays_a_notice_for_long() -> None:
     check(diagnose(snapshot(policy(4, p1=forever), [fsdp(since=401.0)])), VerdictKind.ABSENT, ["policy-1"])
 
 
+def test_a_wait_for_a_device_is_no_work_although_it_uses_a_core() -> None:
+    waiting = One("policy-1", still=100.0, cpu=0.0, note=ProcessNote(waits_for_device=True))
+    found = check(diagnose(snapshot(policy(4, p1=waiting), [fsdp(since=100.0)])), VerdictKind.ABSENT, ["policy-1"])
+    assert found.confidence < MIN_ACTION_CONFIDENCE, "its device may compute"
+    assert "policy-1: in a wait for its device for 100 s" in [each.text for each in found.evidence]
+    just_begun = replace(waiting, stack=2.0)
+    assert diagnose(snapshot(policy(4, p1=just_begun), [fsdp(since=100.0)]))[0].level is VerdictLevel.NOTICE
+
+
+def test_a_busy_rank_is_never_acted_on() -> None:
+    busy = One("policy-1", still=1000.0, cpu=0.0)
+    found = check(diagnose(snapshot(policy(4, p1=busy), [fsdp(since=1000.0)])), VerdictKind.ABSENT, ["policy-1"])
+    assert found.confidence < MIN_ACTION_CONFIDENCE
+
+
 def test_a_checkpoint_to_a_slow_disk_is_not_confirmed() -> None:
     writing = One("policy-1", still=300.0, cpu=0.2, stack=0.3, stage="checkpoint")
     notice = only(diagnose(snapshot(policy(4, p1=writing), [fsdp(since=300.0)])))

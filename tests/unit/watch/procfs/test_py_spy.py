@@ -4,7 +4,14 @@ import json
 import os
 
 from lockstep.watch.procfs import py_spy
-from lockstep.watch.procfs.py_spy import SampledThread, StackFrame, main_thread, parse_stacks, user_code_line
+from lockstep.watch.procfs.py_spy import (
+    SampledThread,
+    StackFrame,
+    main_thread,
+    parse_stacks,
+    user_code_line,
+    waits_for_device,
+)
 
 USER = StackFrame("score", "/home/me/reward.py", 31)
 TORCH = StackFrame("all_reduce", "/venv/lib/python3.11/site-packages/torch/distributed/c10d.py", 7)
@@ -57,3 +64,19 @@ def test_the_text_names_frames_and_marks() -> None:
 def test_py_spy_is_installed() -> None:
     command = py_spy.py_spy_command(os.getpid(), native=True)
     assert command is not None and "--native" in command and "--nonblocking" not in command
+
+
+def test_a_wait_for_a_device_is_known_from_python_or_native_frames() -> None:
+    synchronize = StackFrame("synchronize", "/venv/lib/python3.11/site-packages/torch/cuda/__init__.py", 900)
+    handle = StackFrame("wait", f"{py_spy._PACKAGE}/watch/recorder/recorder.py", 150)
+    stream = StackFrame("Stream.synchronize", "/venv/lib/python3.12/site-packages/torch/cuda/streams.py", 105)
+    inner = StackFrame("Recorder._patch_wait.<locals>.wait", handle.file, 150)
+    assert all(waits_for_device([each, USER]) for each in (synchronize, stream, handle, inner))
+    for name in ("cudaStreamSynchronize", "cuEventSynchronize", "ncclGroupEnd", "c10d::Work::wait",
+                 "c10d::ProcessGroupNCCL::WorkNCCL::synchronizeInternal", "hipStreamSynchronize"):  # fmt: skip
+        native = [StackFrame("sched_yield", "libc.so.6", 0), StackFrame(name, "libcuda.so.1", 0), USER]
+        assert waits_for_device(native), name
+    assert not waits_for_device([USER, synchronize]), "the callback of a synchronisation computes"
+    assert not waits_for_device([USER, StackFrame("cudaStreamSynchronize", "libcudart.so", 0)])
+    assert not waits_for_device([STDLIB, USER]) and not waits_for_device([])
+    assert not waits_for_device([StackFrame("cudaLaunchKernel", "libcudart.so", 0), USER])
