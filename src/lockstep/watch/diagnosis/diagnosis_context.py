@@ -27,6 +27,8 @@ proof gives more."""
 _NO_NOTE = ProcessNote()
 _MAX_SITES = 64
 """The most members that are searched for the call site of a call."""
+_SETTLED_S = 0.5
+"""A wait on a device that began within this time may be over, because the counts of devices are polled and sampled."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,14 @@ class DiagnosisContext:
         """The rows of a communicator's memberships."""
         starts = self.evidence.communicators.starts
         return slice(int(starts[communicator]), int(starts[communicator + 1]))
+
+    def is_settled(self, node: int) -> bool:
+        """Whether a node of the wait graph is known to be waited in still."""
+        graph, on_device = self.graph, self.evidence.communicators.on_device
+        if graph is None or on_device is None or graph.communicator[node] < 0:
+            return True
+        rows = self.members(int(graph.communicator[node]))
+        return not on_device[rows].any() or self.at - float(graph.since[node]) >= _SETTLED_S
 
     def communicators_of(self, process: int) -> frozenset[int]:
         if process not in self._communicators:

@@ -28,6 +28,7 @@ def find_in_flight(
     has_suspects = np.zeros(len(graph.seq), dtype=np.bool_)
     has_suspects[graph.suspect_node] = True
     unblocked = relevant & graph.stalled & (graph.communicator >= 0) & ~blocked
+    unblocked &= ~_waited_in_beside(graph, blocked & graph.stalled)
     nodes = [node for node in np.flatnonzero(unblocked).tolist() if int(graph.communicator[node]) not in explained]
     complete = [node for node in nodes if not has_suspects[node]]
     found = [_insufficient_evidence(context, graph, node) for node in nodes if has_suspects[node]]
@@ -35,6 +36,16 @@ def find_in_flight(
     if lagging:
         return found + lagging
     return found + _none_completes(context, graph, complete)
+
+
+def _waited_in_beside(graph: WaitGraph, blocked: BoolArray) -> BoolArray:
+    """`[nodes]`: those with a process that also waits in a `blocked` node. Such a process, in a batch of messages, may
+    have what the first node waits for already, and be kept by the other."""
+    held_up = np.zeros(graph.processes, dtype=np.bool_)
+    held_up[graph.wait_process[blocked[graph.wait_node]]] = True
+    beside = np.zeros(len(graph.seq), dtype=np.bool_)
+    beside[graph.wait_node[held_up[graph.wait_process]]] = True
+    return beside
 
 
 def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:

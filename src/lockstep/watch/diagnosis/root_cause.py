@@ -20,8 +20,6 @@ from lockstep.watch.diagnosis.failure_classes import class_of_exit
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
-_SETTLED_S = 0.5
-"""A wait on a device that began within this time may be over, because the counts of devices are polled and sampled."""
 _MAX_RUNNING = 64
 """The most running processes that are judged individually: those inactive for the longest time."""
 
@@ -88,16 +86,7 @@ def longest_wait_on(context: DiagnosisContext, process: int, relevant: BoolArray
     nodes = graph.block_node[graph.block_process == process]
     if relevant[nodes].any():
         nodes = nodes[relevant[nodes]]
-    return longest_waiting_node(graph, [node for node in nodes.tolist() if _is_settled(context, graph, node)])
-
-
-def _is_settled(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
-    """Whether a node is known to be waited in still."""
-    on_device = context.evidence.communicators.on_device
-    if on_device is None or graph.communicator[node] < 0:
-        return True
-    rows = context.members(int(graph.communicator[node]))
-    return not on_device[rows].any() or context.at - float(graph.since[node]) >= _SETTLED_S
+    return longest_waiting_node(graph, [node for node in nodes.tolist() if context.is_settled(node)])
 
 
 def longest_waiting_node(graph: WaitGraph, nodes: Sequence[int]) -> tuple[int | None, float]:

@@ -726,6 +726,16 @@ def test_a_collective_that_no_rank_completes_has_no_culprit() -> None:
     assert only(diagnose(snapshot(moving, [fsdp(late=None)]))).level is VerdictLevel.NOTICE
 
 
+def test_a_message_beside_one_that_is_held_up_proves_nothing() -> None:
+    """A ring of batches: ranks 0 and 2 wait in theirs for rank 1. Between them, nothing is wrong."""
+    pairs = [
+        Group("0->1", [0, 1], [5, 4], [4, 4]),
+        Group("1->2", [1, 2], [4, 5], [4, 4]),
+        Group("2->0", [2, 0], [5, 5], [4, 4]),
+    ]
+    check(diagnose(snapshot(policy(3), pairs)), VerdictKind.ABSENT, ["policy-1"])
+
+
 def test_the_common_host_of_stalled_collectives_is_named() -> None:
     """There are three hosts and two stalled collectives, and both collectives include host b."""
     ranks = [One(f"policy-{i}", host="aabbcc"[i]) for i in range(6)]
