@@ -158,10 +158,12 @@ def measure(hosts: int, dump_bytes: int, folder: Path, say: Callable[[str], None
 def table(found: IncidentCost) -> list[str]:
     """Lines of Markdown."""
     asked = ", ".join(f"{name} {count:,}" for name, count in sorted(found.asked.items()))
+    of_reports = found.incident_wall_s * found.stalled_cpu_s
     rows = [
         ("connections to all hosts, first reports", f"{found.connect_cpu_s:.2f} s of CPU"),
         ("a second of a healthy job", f"{found.healthy_cpu_s:.3f} s of CPU"),
         ("an incident, and reports meanwhile", f"{found.incident_cpu_s:.2f} s of CPU in {found.incident_wall_s:.1f} s"),
+        ("of it beyond the reports", f"{max(0.0, found.incident_cpu_s - of_reports):.2f} s of CPU"),
         ("until the incident is on disk", f"{found.publish_wall_s:.1f} s"),
         ("a second of the stalled job", f"{found.stalled_cpu_s:.3f} s of CPU"),
         ("peak memory", f"{found.peak_bytes / (1 << 20):.0f} MiB"),

@@ -35,7 +35,16 @@ def find_in_flight(
     lagging = [each for node in complete if (each := _lagging_members(context, graph, node)) is not None]
     if lagging:
         return found + lagging
-    return found + _none_completes(context, graph, complete)
+    certain = [node for node in complete if not _uncertain_members(context, graph, node)]
+    found += [_insufficient_evidence(context, graph, node) for node in complete if node not in certain]
+    return found + _none_completes(context, graph, certain)
+
+
+def _uncertain_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> list[int]:
+    """The members of which the evidence does not prove that they are inside a collective."""
+    members, rows = context.evidence.communicators, context.members(int(graph.communicator[node]))
+    found: list[int] = [] if members.uncertain is None else members.process[rows][members.uncertain[rows]].tolist()
+    return found
 
 
 def _waited_in_beside(graph: WaitGraph, blocked: BoolArray) -> BoolArray:
@@ -167,7 +176,7 @@ def _common_host(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) 
 
 def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis:
     """A notice: all members of known progress have entered, so a late one can only be among the others."""
-    suspects = graph.suspects(node)
+    suspects = graph.suspects(node) or _uncertain_members(context, graph, node)
     info = context.evidence.processes.info
     names = summarize_list(suspects, 4, lambda each: info[each].name)
     unseen = [each for each in suspects if context.liveness(each) is Liveness.UNSEEN]

@@ -112,6 +112,7 @@ class DumpDecoder:
             describe_recorder(trace, entries)
             ids = [entry.get("record_id", -1) for entry in (entries[0], entries[-1])]
             trace.complete = ids == [0, len(entries) - 1]
+            trace.contiguous = ids[0] > 0 and ids[1] - ids[0] == len(entries) - 1
             trace.newest = _CREATED(entries[-1]) / 1e9
         sites = DumpCallSites()
         for (name, description), group_entries in of_group.items():

@@ -59,6 +59,8 @@ def apply_status(trace: RankTrace, status: Any) -> None:
     unmatched = by_number.keys() - {group.number for group in trace.groups}
     if len(without_number) == len(unmatched) == 1:
         without_number[0].number = unmatched.pop()
+    without_entries: list[tuple[CommunicatorTrace, int, int]] = []
+    may_be_full = trace.only_active and trace.contiguous
     for group in trace.groups:
         counters = by_number.get(group.number)
         if not isinstance(counters, dict):
@@ -73,8 +75,11 @@ def apply_status(trace: RankTrace, status: Any) -> None:
             if group.sequence and group.backend != "gloo" and _recover_overwritten(group, completed):
                 trace.pending_lost |= trace.only_active
             continue
-        group.from_status, group.entered = True, max(entered, 0)
-        group.completed = group.entered if trace.only_active or not trace.entries else max(completed, 0)
+        without_entries.append((group, max(entered, 0), max(completed, 0)))
+    for group, entered, completed in without_entries:
+        # No active entry means that all have ended, unless active entries may have been overwritten.
+        ended = not trace.entries or (trace.only_active and not trace.pending_lost and not may_be_full)
+        group.from_status, group.entered, group.completed = True, entered, entered if ended else completed
         if group.completed < group.entered:
             group.pending = PendingEntry()
 

@@ -92,6 +92,9 @@ class RankTrace:
     """True if completed entries are left out."""
     pending_lost: bool = False
     """True if unfinished operations may have been overwritten, so that the oldest one is unknown."""
+    contiguous: bool = False
+    """True if the dump holds every entry since its first, which is not the first of the process: older ones may have
+    been overwritten."""
     timed: bool = False
     """True if the recorder notes when an operation starts on the device."""
     timeout_s: float = float("nan")

@@ -4,10 +4,11 @@
         verdict.json       the verdict as JSON
         story.txt          what happened, as text
         timeline.json      events of all processes in the last minute, on one clock
-        beacons.json       the beacons of all processes
-        processes.json     state, exit code and resource usage of each process
-        stacks/NAME.txt    stacks of the culprits and of one innocent process (NAME.native.txt: with native frames)
-        logs/NAME.log      the last lines of each process's log
+        beacons.json       the beacons of the processes that were asked: in a small job of all
+        processes.json     state, exit code and resource usage of each of them
+        stacks/NAME.txt    stacks of the culprits, of processes that wait for them and of some others
+                           (NAME.native.txt: with native frames)
+        logs/NAME.log      the last lines of each one's log
         dumps/NAME.json    flight-recorder dumps, if there are any
         environment.json   environment variables of each host
         machine.json       state of each host

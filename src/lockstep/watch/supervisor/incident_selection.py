@@ -17,8 +17,8 @@ from lockstep.watch.diagnosis.wait_graph import WaitGraph, build_wait_graph
 
 SMALL_JOB = 64
 """Every process of a job with at most this many is asked."""
-MAX_CULPRITS = 64
-MAX_WAITERS = 64
+MAX_CULPRITS = 32
+MAX_WAITERS = 32
 WAITS_PER_CULPRIT = 4
 """For so many waits that a culprit holds up, the longest first, a process that waits there is asked."""
 MAX_PEERS = 16

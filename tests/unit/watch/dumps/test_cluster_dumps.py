@@ -33,6 +33,18 @@ def test_a_healthy_cluster_is_benign_with_active_entries_only() -> None:
     assert score.verdicts[0].cause == "benign"
 
 
+def test_what_a_full_ring_of_unfinished_operations_has_lost_has_not_ended() -> None:
+    """Dumps of active entries, whose oldest ones have been overwritten: what is missing may be what ranks wait in."""
+    score = single(30243, WRITES_A_DUMP[1:])
+    assert not score.innocents
+
+
+def test_ranks_whose_oldest_operation_is_lost_prove_no_stalled_link() -> None:
+    """All members may be in the collective, and none certainly is; a late rank is known."""
+    score = single(30146, ("host",))
+    assert score.exact
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_figures_of_the_documentation() -> None:
