@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import Any
 
 MIN_ACTION_CONFIDENCE = 0.75
-"""The lowest confidence of a confirmed verdict for which a process is killed. Structural proof gives more, and so does
-inactivity with equal stacks."""
+"""The lowest confidence of a confirmed verdict for which a process is killed or a collective aborted. Structural proof
+gives more, and so does inactivity with equal stacks."""
 
 
 class VerdictKind(StrEnum):

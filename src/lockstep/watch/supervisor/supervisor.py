@@ -39,7 +39,7 @@ from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import Evidence, drop_uninformative, with_parts
-from lockstep.watch.diagnosis.verdict import VerdictLevel
+from lockstep.watch.diagnosis.verdict import MIN_ACTION_CONFIDENCE, Verdict, VerdictLevel
 from lockstep.watch.procfs import processes
 from lockstep.watch.supervisor import incident
 from lockstep.watch.supervisor.agent_connections import AgentConnection
@@ -60,6 +60,11 @@ LAST_REPORT_S = 2.0
 """How long the end of a job waits for the agents' last reports."""
 HOST_LINGER_S = 5.0
 """After the controller has ended, an agent that cannot be reached for this long counts as ended, too."""
+
+
+def may_abort(on_stall: str, verdict: Verdict) -> bool:
+    """Whether the collectives of those that wait for the culprits are aborted: never for a rank that may compute."""
+    return on_stall == "free" and verdict.confidence >= MIN_ACTION_CONFIDENCE
 
 
 class Supervisor:
@@ -184,7 +189,7 @@ class Supervisor:
 
     def _release_waiting(self, update: VerdictUpdate, evidence: Evidence) -> None:
         """Delivers the verdict to all processes that communicators connect with the culprits: their pending collectives
-        raise it. Also aborts these collectives if `on_stall` is `free`."""
+        raise it. Also aborts these collectives if `on_stall` is `free` and the verdict is certain enough to act on."""
         info, verdict = evidence.processes.info, update.verdict
         pids = with_parts(info, {(each.host, each.pid) for each in verdict.culprits})
         culprits = [index for index, each in enumerate(info) if (each.host, each.pid) in pids]
@@ -207,7 +212,7 @@ class Supervisor:
         culprit_names = [info[index].name for index in culprits]
         content = {"text": incident.verdict_headline(verdict), "verdict": verdict.json(), "culprits": culprit_names}
         for link, host_names in requests:
-            link.request("free", on_reply, 5.0, names=host_names, breaks=self.settings.on_stall == "free", **content)
+            link.request("free", on_reply, 5.0, names=host_names, breaks=may_abort(self.settings.on_stall, verdict), **content)
 
     def _acted(self, update: VerdictUpdate, done: str) -> None:
         self._tracker.acted(update.number)
