@@ -211,8 +211,9 @@ class Supervisor:
 
         culprit_names = [info[index].name for index in culprits]
         content = {"text": incident.verdict_headline(verdict), "verdict": verdict.json(), "culprits": culprit_names}
+        breaks = may_abort(self.settings.on_stall, verdict)
         for link, host_names in requests:
-            link.request("free", on_reply, 5.0, names=host_names, breaks=may_abort(self.settings.on_stall, verdict), **content)
+            link.request("free", on_reply, 5.0, names=host_names, breaks=breaks, **content)
 
     def _acted(self, update: VerdictUpdate, done: str) -> None:
         self._tracker.acted(update.number)
