@@ -385,7 +385,10 @@ def faulty_cluster(seed: int, kinds: tuple[str, ...], count: int) -> Cluster:
             kind = rng.choice(kinds)
             places = [each.place for each in healthy.issued[rank]
                       if kind != "unfinished" or each.name in SYNCHRONISING]  # fmt: skip
+            if len(places) < 2:
+                break  # there is nowhere to strike this rank: draw again
             faults.append(Fault(kind, rank, rng.choice(places[1:])))
-        cluster = run(make_cluster(seed, tuple(faults)))
-        if cluster.stalled:
-            return cluster
+        else:
+            cluster = run(make_cluster(seed, tuple(faults)))
+            if cluster.stalled:
+                return cluster

@@ -48,11 +48,11 @@ def test_ranks_whose_oldest_operation_is_lost_prove_no_stalled_link() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_figures_of_the_documentation() -> None:
-    hosts = summary(single(seed, ("host",)) for seed in range(30000, 30200))
-    others = summary(single(seed, WRITES_A_DUMP[1:]) for seed in range(30200, 30300))
-    many = summary(several(seed) for seed in range(30300, 30400))
-    missing = summary(incomplete(seed) for seed in range(30400, 30500))
+    hosts = summary(single(seed, ("host",)) for seed in range(40000, 40200))
+    others = summary(single(seed, WRITES_A_DUMP[1:]) for seed in range(40200, 40300))
+    many = summary(several(seed) for seed in range(40300, 40400))
+    missing = summary(incomplete(seed) for seed in range(40400, 40500))
     print(f"one host: {hosts}", f"one device: {others}", f"several: {many}", f"dumps missing: {missing}", sep="\n")
-    assert hosts["exact"] >= 0.95 * hosts["cases"]
+    assert hosts["exact"] >= 0.98 * hosts["cases"]
     assert hosts["innocent"] == many["innocent"] == 0
     assert max(others["innocent"], missing["innocent"]) <= 0.01 * missing["cases"]
