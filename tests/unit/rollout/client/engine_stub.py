@@ -164,6 +164,14 @@ class FakeLauncher:
         self.launched: list[FakeWorker] = []
         self.killed: list[str] = []
         self.errors: list[Exception] = []
+        self.place_allowed = threading.Event()
+        self.place_allowed.set()
+        self.place_errors: list[Exception] = []
+
+    def place(self, role: str, ranks: Sequence[int]) -> None:
+        assert self.place_allowed.wait(10)
+        if self.place_errors:
+            raise self.place_errors.pop(0)
 
     def launch(self, role: str, ranks: Sequence[int] = (), node: Any = None) -> list[Any]:
         (rank,) = ranks
