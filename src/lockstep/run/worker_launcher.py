@@ -57,7 +57,7 @@ class RunWorkerLauncher:
         return trained, served, [worker for worker in workers if worker.spec.role == "rollout"]
 
     def place(self, role: str, ranks: Sequence[int]) -> None:
-        """See `WorkerLauncher`."""
+        """See `WorkerLauncher`; for engines, which may have to wait for their turn between this and `launch`."""
         planned = self._planned(role)
         for process in (planned[rank] for rank in ranks):
             self.cluster.place(WorkerSpec(process.name, role, process.rank, ENGINE_SERVICE))
