@@ -113,7 +113,9 @@ class EngineFailover:
             self.kill([worker])
             self._place(rank, worker, failure, unfinished, began)
 
-        self._in_thread(f"replace {worker.spec.name}", recover)
+        with self._lock:
+            self._under_way += 1  # also in a pause: until it has ended, the worker is on the devices
+        self._in_thread(f"replace {worker.spec.name}", recover, self._ended)
 
     def readmit(self, rank: int, worker: Worker) -> None:
         """Makes an excluded engine drop its requests, load the current weights and rejoin. Returns at once."""
@@ -126,7 +128,7 @@ class EngineFailover:
 
     @property
     def under_way(self) -> int:
-        """The number of recoveries that use devices: they start a process, or load weights."""
+        """The number of recoveries that use devices: they end or start a process, or load weights."""
         with self._lock:
             return self._under_way
 
@@ -150,11 +152,11 @@ class EngineFailover:
                 return
             self._under_way += 1
 
-        def ended() -> None:
-            with self._lock:
-                self._under_way -= 1
+        self._in_thread(name, recover, self._ended)
 
-        self._in_thread(name, recover, ended)
+    def _ended(self) -> None:
+        with self._lock:
+            self._under_way -= 1
 
     def _in_thread(self, name: str, work: Callable[[], None], ended: Callable[[], None] = lambda: None) -> None:
         def run() -> None:

@@ -72,7 +72,7 @@ def test_an_engine_that_is_starting_serves_before_others_begin(ledger: Ledger, l
     engines, (one,), _ = make_client(ledger, launcher, 1)
     launcher.allowed.clear()
     one.die()
-    until(lambda: engines._pool.failover.under_way == 1)
+    until(lambda: launcher.starting == 1)
     sleeping = later(engines.sleep)
     sleeping.join(0.3)
     assert sleeping.is_alive(), "it allocates memory"
@@ -88,13 +88,25 @@ def test_an_engine_that_cannot_start_is_killed_and_waits_for_its_next_turn(
     launcher.allowed.clear()
     launcher.errors = [WorkerDied("engine-0.1", 0, 1, "no memory")]
     one.die()
-    until(lambda: engines._pool.failover.under_way == 1)
+    until(lambda: launcher.starting == 1)
     sleeping = later(engines.sleep)
     launcher.allowed.set()
     sleeping.join(10)
     assert not sleeping.is_alive() and not launcher.launched
     engines.wake()
     launcher.wait(engines)
+
+
+def test_a_lost_engine_has_ended_before_others_begin(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    launcher.kill_allowed.clear()
+    one.die()
+    sleeping = later(engines.sleep)
+    sleeping.join(0.3)
+    assert sleeping.is_alive() and calls(other) == [], "its process may still have memory"
+    launcher.kill_allowed.set()
+    sleeping.join(10)
+    assert launcher.killed == ["engine-0"] and calls(other) == ["sleep"]
 
 
 def test_an_engine_that_waits_for_a_node_delays_no_other_role_and_starts_in_its_own_turn(
