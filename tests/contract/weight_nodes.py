@@ -122,6 +122,9 @@ class NodeSet:
     def node_of(self, worker: Any) -> NodeInfo:
         return self._info(worker.node)
 
+    def place(self, role: str, ranks: Sequence[int]) -> None:
+        """Relays run where their node is."""
+
     def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
         assert role == "weights" and node is not None
         arguments = {**self.arguments, "node": node.name, "address": node.address, "hold": str(self.hold)}

@@ -104,6 +104,10 @@ class AgentCluster(ABC):
     def _leave_nodes(self) -> None:
         """Disconnects from agents that a later generation has taken over."""
 
+    def place(self, spec: WorkerSpec) -> None:
+        """Waits until there is a place for a worker, and starts nothing. Raises AgentGone, WaitTimeout."""
+        self._place(spec)
+
     def start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
         """Starts all workers in parallel; adopts workers of an earlier generation instead if possible, which keep their
         names. Returns when every service is constructed.

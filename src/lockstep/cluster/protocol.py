@@ -152,6 +152,9 @@ class Worker(Protocol):
 class Cluster(Protocol):
     """Starts and stops workers."""
 
+    def place(self, spec: WorkerSpec) -> None:
+        """Waits until there is a place for a worker, and starts nothing. Raises what `WorkerLauncher.place` raises."""
+
     def start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
         """Starts all workers in parallel, and returns when every service is constructed. Raises RemoteError if a
         constructor raised."""
@@ -174,6 +177,13 @@ class Cluster(Protocol):
 
 class WorkerLauncher(Protocol):
     """Starts the workers of a run's roles, and their replacements after a failure. Any thread may call its methods."""
+
+    def place(self, role: str, ranks: Sequence[int]) -> None:
+        """Waits until the nodes have a place for these ranks of a role; `launch` then starts them without this wait.
+
+        Raises:
+            WaitTimeout: no node has free resources for a worker.
+        """
 
     def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
         """Starts these ranks of a role, or its worker on a node; replaces earlier workers of the same ranks or node.

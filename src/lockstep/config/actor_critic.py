@@ -90,8 +90,9 @@ class CriticConfig(Section):
     kept_microbatches: int = Field(1, ge=0)
     """The most micro-batches whose forward pass, which gives the values before the first update of a step, is kept
     until that update, which then computes only their backward pass; the result is the same bit by bit. Each needs the
-    memory of its activations (`token_budget`), the first one at a time at which no other is in memory. Only with one
-    rank, one mini-batch per step and devices of its own, and without `bootstrap_truncated`."""
+    memory of its activations (`token_budget`), the first one at a time at which no other is in memory. Nothing is kept
+    with several ranks, several mini-batches per step, `critic.trainer.offload`, devices that the critic shares,
+    `bootstrap_truncated` or the dropout of an adapter."""
     export: bool = False
     """Also export the critic when the run ends, as `checkpoint.export` does the policy."""
 

@@ -56,6 +56,12 @@ class RunWorkerLauncher:
         served = [worker for worker in workers if worker.spec.role in self._served]
         return trained, served, [worker for worker in workers if worker.spec.role == "rollout"]
 
+    def place(self, role: str, ranks: Sequence[int]) -> None:
+        """See `WorkerLauncher`; for engines, which may have to wait for their turn between this and `launch`."""
+        planned = self._planned(role)
+        for process in (planned[rank] for rank in ranks):
+            self.cluster.place(WorkerSpec(process.name, role, process.rank, ENGINE_SERVICE))
+
     def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
         """See `WorkerLauncher`. The ranks of a model always start together, so their `ranks` begin at 0."""
         if node is not None:

@@ -1,11 +1,13 @@
 """A step that continues the forward passes of an evaluation: fewer passes, and not another bit."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
@@ -18,6 +20,7 @@ from lockstep.models.model_facts import model_facts
 from lockstep.models.tiny_model import make_tiny
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
+from lockstep.train.fsdp.parallelize import local_shard, sharded_modules
 from lockstep.train.trainer_kinds import trainer_kind
 
 ROWS = 3
@@ -66,9 +69,9 @@ def batch(seed: int = 3) -> TrainingBatch:
 class Counted:
     """A critic that counts the forward passes of its model."""
 
-    def __init__(self, role: TrainRole) -> None:
+    def __init__(self, role: TrainRole, ranks: ParallelContext | None = None) -> None:
         self.role, self.passes = role, 0
-        self.trainer = trainer_kind(role).create(role, ParallelContext(), 1)
+        self.trainer = trainer_kind(role).create(role, ranks or ParallelContext(), 1)
         assert isinstance(self.trainer, FSDP2Trainer)
         self.trainer.policy.register_forward_hook(self._count)
 
@@ -90,7 +93,7 @@ class Counted:
         return self.trainer.step(rows).values
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.trainer.policy.named_parameters()}
+        return {name: local_shard(parameter).clone() for name, parameter in self.trainer.policy.named_parameters()}
 
 
 def wait_saved(trainer: FSDP2Trainer) -> None:
@@ -100,9 +103,12 @@ def wait_saved(trainer: FSDP2Trainer) -> None:
         time.sleep(0.005)
 
 
-def trained(role: TrainRole, epochs: int = 2) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], int]:
+def trained(
+    role: TrainRole, epochs: int = 2, ranks: ParallelContext | None = None
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], int]:
     """The metrics of two steps of so many epochs, the weights after them, and the number of forward passes."""
-    critic, metrics = Counted(role), []
+    critic, metrics = Counted(role, ranks), []
+    assert bool(sharded_modules(critic.trainer.policy)) == (ranks is not None)
     for seed in (3, 4):
         rows = critic.values(batch(seed))
         metrics += [critic.step(rows) for _ in range(epochs)]
@@ -116,6 +122,31 @@ def test_the_result_is_the_same_bit_by_bit_with_fewer_forward_passes(model, trai
     for kept in (1, 2, ROWS, ROWS + 2):
         of_kept, kept_weights, fewer = trained(critic_of(model, kept, {"trainer": trainer}))
         assert of_kept == metrics and fewer == passes - 2 * min(kept, ROWS)
+        assert all(torch.equal(kept_weights[name], weight) for name, weight in weights.items())
+
+
+@pytest.fixture
+def one_rank() -> Iterator[ParallelContext]:
+    """A rank alone with a communicator, as on a GPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield ParallelContext(group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_that_are_gathered_in_compute_precision_are_gathered_again_for_what_was_kept(model, one_rank, reshard):
+    """One rank on a GPU: FSDP2 casts the weights, and frees the cast ones between the evaluation and the update."""
+    in_16_bit = {"path": str(model), "dtype": "bfloat16"}
+
+    def role(kept: int) -> TrainRole:
+        return critic_of(model, kept, {"trainer": {"reshard_after_forward": reshard}}, model=in_16_bit)
+
+    metrics, weights, passes = trained(role(0), ranks=one_rank)
+    for kept in (1, ROWS):
+        of_kept, kept_weights, fewer = trained(role(kept), ranks=one_rank)
+        assert of_kept == metrics and fewer == passes - 2 * kept
         assert all(torch.equal(kept_weights[name], weight) for name, weight in weights.items())
 
 

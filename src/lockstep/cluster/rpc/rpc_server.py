@@ -70,7 +70,7 @@ class RpcServer:
 
     def remove(self, worker: RemoteWorker) -> None:
         if self._workers.get(worker.name) is worker:
-            del self._workers[worker.name]
+            self._workers.pop(worker.name, None)  # two threads may stop a worker
 
     def give_up(self, worker: RemoteWorker) -> None:
         """Declares a worker dead whose node is unreachable. Its calls fail, and if it reconnects, it is rejected. Runs

@@ -111,9 +111,11 @@ class EngineFailover:
 
         def recover() -> None:
             self.kill([worker])
-            self._start_process(rank, worker, failure, unfinished, began)
+            self._place(rank, worker, failure, unfinished, began)
 
-        self._begin(f"replace {worker.spec.name}", recover)
+        with self._lock:
+            self._under_way += 1  # also in a pause: until it has ended, the worker is on the devices
+        self._in_thread(f"replace {worker.spec.name}", recover, self._ended)
 
     def readmit(self, rank: int, worker: Worker) -> None:
         """Makes an excluded engine drop its requests, load the current weights and rejoin. Returns at once."""
@@ -126,7 +128,7 @@ class EngineFailover:
 
     @property
     def under_way(self) -> int:
-        """The number of recoveries that use devices: they start a process, or load weights."""
+        """The number of recoveries that use devices: they end or start a process, or load weights."""
         with self._lock:
             return self._under_way
 
@@ -150,16 +152,44 @@ class EngineFailover:
                 return
             self._under_way += 1
 
+        self._in_thread(name, recover, self._ended)
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+
+    def _in_thread(self, name: str, work: Callable[[], None], ended: Callable[[], None] = lambda: None) -> None:
         def run() -> None:
             try:
                 if not self._slots.stopped:
-                    recover()
+                    work()
             except Exception as error:  # noqa: BLE001 - the outermost frame of its thread
                 self._slots.fail(error)
-            with self._lock:
-                self._under_way -= 1
+            ended()
 
         threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _place(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int, began: float) -> None:
+        """Waits in a thread of its own until there is a place for the successor of a worker that was killed, and then
+        begins to start it. The wait may take hours, and uses no devices."""
+        name = f"replace {worker.spec.name}"
+
+        def place() -> None:
+            assert self._launcher is not None
+            while not self._slots.stopped:
+                try:
+                    self._launcher.place("rollout", [rank])
+                except WaitTimeout as error:
+                    if error.kind != "placement" or not self._slots.live_engines:
+                        raise
+                    log.warning(
+                        "%s; continuing with %d engines without engine-%d", error, self._slots.live_engines, rank
+                    )
+                else:
+                    self._begin(name, lambda: self._start_process(rank, worker, failure, unfinished, began))
+                    return
+
+        self._in_thread(name, place)
 
     def _start_process(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int, began: float) -> None:
         """Starts a process in place of a worker that was killed. If it does not serve, another one follows, as often as
@@ -173,18 +203,15 @@ class EngineFailover:
             if self._slots.stopped:
                 return
             self.decide(rank, worker, error, starting=True)
-            self._launcher.kill([worker])  # at once: the next attempt may have to wait for the devices
+            self._launcher.kill([worker])  # before this recovery ends: it must leave the devices
+            self._place(rank, worker, failure, unfinished, began)
         except WaitTimeout as error:
-            if error.kind != "placement" or not self._slots.live_engines:
+            if error.kind != "placement":
                 raise
-            log.warning("%s; continuing with %d engines without engine-%d", error, self._slots.live_engines, rank)
+            self._place(rank, worker, failure, unfinished, began)  # the place was lost again
         else:
             reissued = f", {count_noun(unfinished, 'request')} re-issued" if unfinished else ""
             self._recovery.restarted(failure, time.monotonic() - began, reissued, requests=unfinished)
-            return
-        self._begin(
-            f"replace {worker.spec.name}", lambda: self._start_process(rank, worker, failure, unfinished, began)
-        )
 
     def _readmit(self, rank: int, worker: Worker, renewed: PendingResult[None]) -> None:
         began = time.monotonic()
@@ -196,7 +223,7 @@ class EngineFailover:
             if not self._slots.stopped:
                 failure = self.decide(rank, worker, error)
                 self.kill([worker])
-                self._begin(f"replace {worker.spec.name}", lambda: self._start_process(rank, worker, failure, 0, began))
+                self._place(rank, worker, failure, 0, began)
         else:
             log.warning("%s rejoined after %.1f s", worker.spec.name, time.monotonic() - began)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.loader import check_config
+from lockstep.config.loader import accepts_overrides, check_config
 from lockstep.config.recipes import GRPOConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import TrainerConfig
@@ -173,6 +173,19 @@ def test_the_builtin_engine_keeps_its_weights_beside_the_ranks() -> None:
     assert found.fix == "set rollout.engine.kind=vllm"
     vllm = config(placement={"colocate": "all"}, trainer={"ranks": 4}, rollout={"engine": {"kind": "vllm"}})
     assert list(memory_fit._judge_set_memory(vllm, trained, {}, memory, engine)) == []
+
+
+def test_fewer_kept_forward_passes_and_ranks_without_them_are_suggested_as_configs_that_load() -> None:
+    values: dict[str, Any] = {**BASE, "recipe": "ppo", "critic": {"kept_microbatches": 8}, "trainer": {"ranks": 8}}
+    run = check_config(values, "x")
+    critic = run.train_roles[1]
+    states = sum(rank_memory(critic, 0).values())
+    a_row = rank_memory(critic, run.token_budget)["activations"] // 8
+    fix = memory_fit.settings_that_fit(run, critic, rank_memory, states + 2 * a_row)
+    assert fix.startswith("set critic.kept_microbatches=1, or ")
+    assert "critic.trainer.ranks=2 with critic.kept_microbatches=1" in fix
+    assert not accepts_overrides(run, ["critic.trainer.ranks=2"])
+    assert accepts_overrides(run, ["critic.trainer.ranks=2", "critic.kept_microbatches=1"])
 
 
 def test_more_ranks_are_suggested_for_all_roles_of_a_set() -> None:

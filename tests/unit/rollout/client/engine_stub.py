@@ -164,9 +164,21 @@ class FakeLauncher:
         self.launched: list[FakeWorker] = []
         self.killed: list[str] = []
         self.errors: list[Exception] = []
+        self.starting = 0
+        self.place_allowed = threading.Event()
+        self.place_allowed.set()
+        self.place_errors: list[Exception] = []
+        self.kill_allowed = threading.Event()
+        self.kill_allowed.set()
+
+    def place(self, role: str, ranks: Sequence[int]) -> None:
+        assert self.place_allowed.wait(10)
+        if self.place_errors:
+            raise self.place_errors.pop(0)
 
     def launch(self, role: str, ranks: Sequence[int] = (), node: Any = None) -> list[Any]:
         (rank,) = ranks
+        self.starting += 1
         assert role == "rollout" and self.allowed.wait(10)
         if self.errors:
             raise self.errors.pop(0)
@@ -177,6 +189,7 @@ class FakeLauncher:
         return FakeWorker(name, rank)
 
     def kill(self, workers: Sequence[Any]) -> None:
+        assert self.kill_allowed.wait(10)
         self.killed += [worker.name for worker in workers]
 
     def wait(self, engines: RolloutClient, count: int = 1) -> FakeWorker:

@@ -173,16 +173,17 @@ def test_an_unexpected_error_of_the_failover_is_raised(ledger: Ledger, launcher:
 
 def test_the_run_continues_while_an_engine_waits_for_a_node(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
-    launcher.errors = [WaitTimeout("placement", "nodes", "a place for engine-0.1", 5.0) for _ in range(3)]
+    timeout = WaitTimeout("placement", "nodes", "a place for engine-0.1", 5.0)
+    launcher.place_errors, launcher.errors = [timeout, timeout], [timeout]  # the last: its place is lost again
     engines.submit([request("a/0", "a")])
     one.die()
     assert other.asked() == ["a/0"]
-    assert launcher.wait(engines, 2).spec.rank == 0 and launcher.errors == []
-    launcher.allowed.clear()
-    launcher.errors = [WaitTimeout("placement", "nodes", "a place for engine-1.1", 5.0)]
+    assert launcher.wait(engines, 2).spec.rank == 0 and launcher.errors == launcher.place_errors == []
+    launcher.place_allowed.clear()
+    launcher.place_errors = [WaitTimeout("placement", "nodes", "a place for engine-1.1", 5.0)]
     for each in engines.workers:
         each.die()  # type: ignore[attr-defined]
-    launcher.allowed.set()
+    launcher.place_allowed.set()
     until(lambda: engines._pool._error is not None)
     with pytest.raises(WaitTimeout, match="a place for engine-1"):
         engines.collect()

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_an_engine_that_is_starting_serves_before_others_begin(ledger: Ledger, l
     engines, (one,), _ = make_client(ledger, launcher, 1)
     launcher.allowed.clear()
     one.die()
+    until(lambda: launcher.starting == 1)
     sleeping = later(engines.sleep)
     sleeping.join(0.3)
     assert sleeping.is_alive(), "it allocates memory"
@@ -86,12 +88,44 @@ def test_an_engine_that_cannot_start_is_killed_and_waits_for_its_next_turn(
     launcher.allowed.clear()
     launcher.errors = [WorkerDied("engine-0.1", 0, 1, "no memory")]
     one.die()
+    until(lambda: launcher.starting == 1)
     sleeping = later(engines.sleep)
     launcher.allowed.set()
     sleeping.join(10)
     assert not sleeping.is_alive() and not launcher.launched
     engines.wake()
     launcher.wait(engines)
+
+
+def test_a_lost_engine_has_ended_before_others_begin(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    launcher.kill_allowed.clear()
+    one.die()
+    sleeping = later(engines.sleep)
+    sleeping.join(0.3)
+    assert sleeping.is_alive() and calls(other) == [], "its process may still have memory"
+    launcher.kill_allowed.set()
+    sleeping.join(10)
+    assert launcher.killed == ["engine-0"] and calls(other) == ["sleep"]
+
+
+def test_an_engine_that_waits_for_a_node_delays_no_other_role_and_starts_in_its_own_turn(
+    ledger: Ledger, launcher: FakeLauncher
+) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    launcher.place_allowed.clear()
+    one.die()
+    began = time.monotonic()
+    for _ in range(2):  # steps
+        engines.sleep()
+        engines.wake()
+    engines.sleep()
+    assert time.monotonic() - began < engines.stall_s / 2 and calls(other) == ["sleep"] * 3
+    launcher.place_allowed.set()
+    until(lambda: len(engines._pool.failover._deferred) == 1)
+    assert not launcher.launched, "another role uses the devices"
+    engines.wake()
+    assert launcher.wait(engines, 2).spec.rank == 0
 
 
 def test_an_engine_that_makes_no_progress_is_killed_for_the_next_role(ledger: Ledger, launcher: FakeLauncher) -> None:
@@ -113,6 +147,6 @@ def test_an_engine_that_fails_to_sleep_is_killed_at_once(ledger: Ledger, launche
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     one.death = WorkerDied("engine-0", 0, -9, "")
     engines.sleep()
-    assert launcher.killed == ["engine-0"] and engines.workers == [other] and not launcher.launched
+    assert set(launcher.killed) == {"engine-0"} and engines.workers == [other] and not launcher.launched
     engines.wake()
     launcher.wait(engines, 2)

@@ -247,20 +247,26 @@ def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable
     """Settings with which a rank of the role fits, least intrusive first, as the text of a fix."""
     found, trainer = [], role.trainer
     checkpointing, count_field = role.field("trainer.activation_checkpointing"), role.field("trainer.ranks")
+    keep_one = f"{role.field('kept_microbatches')}=1" if role.kept_microbatches > 1 else ""
 
-    def fits(token_budget: int = config.token_budget, **changes: object) -> bool:
-        changed = role.model_copy(update={"trainer": trainer.model_copy(update=changes)})
+    def fits(token_budget: int = config.token_budget, kept: int = role.kept_microbatches, **changes: object) -> bool:
+        changed = role.model_copy(update={"trainer": trainer.model_copy(update=changes), "kept_microbatches": kept})
         return sum(ranks(changed, token_budget).values()) <= usable
 
+    if keep_one and fits(kept=1):
+        found.append(keep_one)
     if not trainer.activation_checkpointing and fits(activation_checkpointing=True):
         found.append(f"{checkpointing}=true")
     count = trainer.ranks * 2
-    while count <= 1024 and not fits(ranks=count, replicas=1):
+    while count <= 1024 and not fits(kept=0, ranks=count, replicas=1):  # several ranks keep no forward pass
         count *= 2
     if count <= 1024:
-        copies = f" with {role.field('trainer.replicas')}=1" if trainer.replicas > 1 else ""
-        found.append(f"{count_field}={count}{copies}{_same_ranks(config, role, count)}")
-    elif fits(ranks=1024, replicas=1, activation_checkpointing=True):
+        also = [f"{role.field('trainer.replicas')}=1"] if trainer.replicas > 1 else []
+        also += [keep_one] if keep_one else []
+        found.append(
+            f"{count_field}={count}{''.join(f' with {each}' for each in also)}{_same_ranks(config, role, count)}"
+        )
+    elif fits(kept=0, ranks=1024, replicas=1, activation_checkpointing=True):
         found.append(f"{checkpointing}=true with more {count_field}")
     budget = config.token_budget // 2
     while budget >= 1024 and not fits(budget):
