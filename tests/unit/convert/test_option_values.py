@@ -139,3 +139,22 @@ def test_packed_rows_are_no_samples(options: str, missing: set[str]) -> None:
     rest = "--max_length 4096 --completion_only_loss True"
     assert set(from_options("sft", f"--packing {rest} {options}").missing) == {"batch_size"} | missing
     assert from_options("sft", f"--packing False {rest} {options}").complete
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["newest first", "newest last"])
+@pytest.mark.parametrize("other", ["1.0", "0.50"])
+def test_of_several_names_of_an_option_one_counts_and_the_others_are_listed(turned: bool, other: str) -> None:
+    """verl has both: one is for FSDP, one for Megatron."""
+    given = ["actor_rollout_ref.actor.grad_clip=0.5", f"actor_rollout_ref.actor.optim.clip_grad={other}"]
+    command = " ".join(
+        ["python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo", *given[:: -1 if turned else 1]]
+    )
+    config = convert("verl", [command], ConversionFacts(20_000, 1))
+    assert value(config, "trainer.max_grad_norm") == 0.5
+    outcomes = {each.name: (each.kind, each.text) for each in config.outcomes}
+    text = "with the same value" if other == "0.50" else "and its value is taken: leave one of them out"
+    kind = "unneeded" if other == "0.50" else "unsupported"
+    assert outcomes["actor_rollout_ref.actor.grad_clip"][0] == "converted"
+    assert outcomes["actor_rollout_ref.actor.optim.clip_grad"] == (
+        kind, f"actor_rollout_ref.actor.grad_clip is given, too, {text}"
+    )  # fmt: skip
