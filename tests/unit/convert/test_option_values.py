@@ -87,6 +87,8 @@ OPTIM = f"{ACTOR}.optim"
         ("dpo", "--warmup_ratio 1.0 --max_steps 100", "trainer.schedule.warmup_steps", 100),
         ("dpo", "--warmup_steps 1 --max_steps 100", "trainer.schedule.warmup_steps", 1),
         ("dpo", "--warmup_steps 0.1 --max_steps 100", "trainer.schedule.warmup_steps", 10),
+        ("dpo", """--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr_rate": 0.1}' --max_steps 9""",
+         "trainer.schedule.final", 0.1),
         ("verl", f"{OPTIM}.lr_warmup_steps=0 {OPTIM}.lr_warmup_steps_ratio=0.1", "trainer.schedule.warmup_steps", None),
         ("verl", f"{OPTIM}.lr_warmup_steps=-1 {OPTIM}.lr_warmup_steps_ratio=0.1 data.train_batch_size=256"
          " trainer.total_training_steps=50", "trainer.schedule.warmup_steps", 5),
