@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.gpu_table import table
-from benchmarks.gpu.host_facts import host_facts, missing_wheels, source_digest
-from benchmarks.runner import ROOT
+from benchmarks.gpu.host_facts import ROOT, host_facts, missing_wheels, source_digest
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 NAMES = ("ceilings", "policy", "trainer", "weights", "watch", "sft", "decode", "grpo")
-"""Here as well as in `benchmarks.gpu.parts`, which imports torch: `--help`, `--wheels` and `--table` do without."""
+"""Here as well as in `benchmarks.gpu.parts`, which imports torch: `--help`, `--wheels` and `--table` need no packages,
+as they tell what to install."""
+
+ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 def main() -> None:
@@ -37,6 +39,7 @@ def main() -> None:
     if options.wheels:
         print("\n".join(missing_wheels()))
         return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the part ends, too
     folder: Path = options.out or (ROOT / "build" / "gpu-dry-run" if options.cpu else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(folder / "results.json")
@@ -120,13 +123,18 @@ def run_part(name: str, folder: Path, cpu: bool, limit_s: float) -> dict[str, An
     record.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.parts", name, str(record), *(["--cpu"] if cpu else [])]
     with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # until the part's group is known
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING),
+        )  # fmt: skip
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            kill_group(process)
+            kill_group(process)  # also after Ctrl-C and SIGTERM
     if code is None:
         return {"outcome": "failed", "why": f"took longer than {limit_s:g} s"}
     if code or not record.exists():

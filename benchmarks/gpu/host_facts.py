@@ -9,8 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import ROOT
-
+ROOT = Path(__file__).parents[2]
 WHEELS = ROOT / "requirements-gpu.txt"
 """What is needed beside the packages that an image with PyTorch has."""
 BESIDE_TORCH = [

@@ -180,7 +180,7 @@ def generate(engine: BuiltinEngine, rows: int, sizes: Sizes) -> None:
 
 
 def finite(record: Record) -> bool:
-    """Whether every number of a record is a finite number above zero, as all that is measured must be."""
+    """Whether a record has numbers, and all are finite and none is negative."""
     numbers = [value for value in _leaves(record) if isinstance(value, int | float)]
     return bool(numbers) and all(math.isfinite(value) and value >= 0 for value in numbers)
 

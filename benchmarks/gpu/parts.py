@@ -64,7 +64,7 @@ def junit_counts(report: Path) -> Record:
 def grpo(sizes: Sizes, scratch: Path) -> Record:
     """Whole GRPO steps beside TRL, which generates with transformers; both in bf16 with fp32 weights."""
     if not peer_installed():
-        raise PartUnavailable("TRL is not in build/peer: `script/gpu --wheels` names what to put there")
+        raise PartUnavailable("TRL is not in build/peer: `script/benchmark` installs it there")
     found = {}
     for shape in sizes.shapes:
         work, model = grpo_work(shape, sizes)
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def _times(record: Record) -> Record:
-    """The record with the median of every list of times, and without what a CPU does not have."""
+    """The record with the longest of every list of times, and without what a CPU does not have."""
     plain: Record = {}
     for name, value in record.items():
         if isinstance(value, dict):

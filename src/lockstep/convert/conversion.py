@@ -75,10 +75,7 @@ class Conversion:
     """The given options with known values, by their newest name."""
 
     def __post_init__(self) -> None:
-        for setting in self.source.settings:
-            name = self.newest(setting.name)
-            if setting.removed:
-                continue
+        for name, setting in self._one_of_each():
             if self._lacks_value(name, setting):
                 self._finish(name, setting, "unsupported", text="it has no value: write one after it")
             elif name in _KEYS and setting.value not in (None, ""):
@@ -89,6 +86,28 @@ class Conversion:
                 self._finish(name, setting, "unsupported", text=_UNRESOLVED)
         for name in [] if self.source.flags else [each for each in self.given if "${" in str(self.raw(each))]:
             self._finish(name, self.given.pop(name), "unsupported", text=_UNRESOLVED)
+
+    def _one_of_each(self) -> list[tuple[str, ConfigSetting]]:
+        """Each option that is set, under its newest name. Where it is set under several, the first of the table's row
+        counts, and the others are listed."""
+        named: dict[str, list[ConfigSetting]] = {}
+        for setting in self.source.settings:
+            if not setting.removed:
+                named.setdefault(self.newest(setting.name), []).append(setting)
+        found = []
+        for name, settings in named.items():
+            row = self.row(name)
+            first = min(settings, key=lambda each: row.names.index(each.name)) if row and settings[1:] else settings[0]
+            for other in settings:
+                if other is first:
+                    continue
+                same = _plain(other.value) == _plain(first.value)
+                text = f"{self._written(first.name)} is given, too, " + (
+                    "with the same value" if same else "and its value is taken: leave one of them out"
+                )
+                self._finish(other.name, other, "unneeded" if same else "unsupported", text=text)
+            found.append((name, first))
+        return found
 
     def _lacks_value(self, name: str, setting: ConfigSetting) -> bool:
         """Whether a flag that needs a value is the last word, or is followed by another flag."""
@@ -319,7 +338,7 @@ class Conversion:
 
     def results(self) -> Iterator[OptionOutcome]:
         """What became of each option, in the order of the source."""
-        order = [self.newest(setting.name) for setting in self.source.settings]
+        order = [name for each in self.source.settings for name in (self.newest(each.name), each.name)]
         yield from (self.outcomes[name] for name in dict.fromkeys(order) if name in self.outcomes)
         for word in self.source.words:  # it may be a secret, unless it has the form of a name
             named = re.fullmatch(r"[A-Za-z_./=-]{1,40}", word.text) and secret_kind(word.text) is None

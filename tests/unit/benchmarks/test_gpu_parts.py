@@ -1,7 +1,9 @@
 """What `script/gpu` runs: its dry run on this CPU, its table, what it does with a part that fails, hangs or is done."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -104,6 +106,31 @@ def test_a_part_that_hangs_is_killed_with_its_children(tmp_path, monkeypatch):
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end, "it was killed"
         time.sleep(0.05)
+
+
+def test_a_part_ends_with_the_command(tmp_path):
+    """Who gives a machine back sends SIGTERM."""
+    program = (
+        "import sys; from benchmarks.gpu import __main__ as command; "
+        f"sys.argv = ['gpu', '--cpu', 'trainer', '--out', {str(tmp_path)!r}]; command.main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": "src:."})
+    end = time.monotonic() + 60.0
+    while not (parts := [each for each in psutil.Process(process.pid).children() if each.name() != "nvidia-smi"]):
+        assert time.monotonic() < end, "it starts the part"
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert psutil.wait_procs(parts, timeout=30)[1] == []
+
+
+def test_help_wheels_and_table_need_no_package(tmp_path):
+    for option in ("--help", "--wheels", "--table"):
+        command_line = [sys.executable, "-S", "-m", "benchmarks.gpu", option, "--out", str(tmp_path)]
+        done = subprocess.run(command_line, cwd=ROOT, env={}, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        if option == "--wheels":
+            assert done.stdout.split() == host_facts.wanted_wheels()
 
 
 def _script(path: Path, program: str) -> str:

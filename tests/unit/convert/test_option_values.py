@@ -87,6 +87,8 @@ OPTIM = f"{ACTOR}.optim"
         ("dpo", "--warmup_ratio 1.0 --max_steps 100", "trainer.schedule.warmup_steps", 100),
         ("dpo", "--warmup_steps 1 --max_steps 100", "trainer.schedule.warmup_steps", 1),
         ("dpo", "--warmup_steps 0.1 --max_steps 100", "trainer.schedule.warmup_steps", 10),
+        ("dpo", """--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr_rate": 0.1}' --max_steps 9""",
+         "trainer.schedule.final", 0.1),
         ("verl", f"{OPTIM}.lr_warmup_steps=0 {OPTIM}.lr_warmup_steps_ratio=0.1", "trainer.schedule.warmup_steps", None),
         ("verl", f"{OPTIM}.lr_warmup_steps=-1 {OPTIM}.lr_warmup_steps_ratio=0.1 data.train_batch_size=256"
          " trainer.total_training_steps=50", "trainer.schedule.warmup_steps", 5),
@@ -139,3 +141,22 @@ def test_packed_rows_are_no_samples(options: str, missing: set[str]) -> None:
     rest = "--max_length 4096 --completion_only_loss True"
     assert set(from_options("sft", f"--packing {rest} {options}").missing) == {"batch_size"} | missing
     assert from_options("sft", f"--packing False {rest} {options}").complete
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["newest first", "newest last"])
+@pytest.mark.parametrize("other", ["1.0", "0.50"])
+def test_of_several_names_of_an_option_one_counts_and_the_others_are_listed(turned: bool, other: str) -> None:
+    """verl has both: one is for FSDP, one for Megatron."""
+    given = ["actor_rollout_ref.actor.grad_clip=0.5", f"actor_rollout_ref.actor.optim.clip_grad={other}"]
+    command = " ".join(
+        ["python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo", *given[:: -1 if turned else 1]]
+    )
+    config = convert("verl", [command], ConversionFacts(20_000, 1))
+    assert value(config, "trainer.max_grad_norm") == 0.5
+    outcomes = {each.name: (each.kind, each.text) for each in config.outcomes}
+    text = "with the same value" if other == "0.50" else "and its value is taken: leave one of them out"
+    kind = "unneeded" if other == "0.50" else "unsupported"
+    assert outcomes["actor_rollout_ref.actor.grad_clip"][0] == "converted"
+    assert outcomes["actor_rollout_ref.actor.optim.clip_grad"] == (
+        kind, f"actor_rollout_ref.actor.grad_clip is given, too, {text}"
+    )  # fmt: skip

@@ -1,9 +1,11 @@
 """Rules of TRL: what its options mean together. The table `tables/trl.yaml` has all others."""
 
 import math
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
+from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
 from lockstep.convert.trl.trl_online_dpo import set_online_dpo
@@ -187,6 +189,9 @@ def _set_optimizer(conv: Conversion, updates: int) -> None:
     conv.put("trainer.optimizer.betas", betas, *names)
     fields.set_schedule(conv, "lr_scheduler_type", updates, ["warmup_steps", "warmup_ratio"], default="linear")
     details = conv.raw("lr_scheduler_kwargs")
+    if isinstance(details, str):  # a command line has it as JSON
+        with suppress(MalformedJson):
+            details = parse_json(details, "lr_scheduler_kwargs")
     lowest = details.get("min_lr_rate") if isinstance(details, dict) else None
     if isinstance(lowest, int | float) and set(details) == {"min_lr_rate"}:
         conv.put("trainer.schedule.final", lowest, "lr_scheduler_kwargs")

@@ -27,7 +27,7 @@ from lockstep.base.text import count_noun
 from lockstep.rewards.model_reward import cut_on_the_left
 from lockstep.run.trained_models.local_reward_model import LocalRewardModel
 from lockstep.run.trained_models.score_batching import QueueFull, ScoreBatcher
-from lockstep.run.trained_models.server_connections import BoundedConnection
+from lockstep.run.trained_models.server_connections import ACCEPTED_AT_ONCE, QueueingServer, connection_type
 
 log = logging.getLogger(__name__)
 
@@ -308,15 +308,16 @@ class RewardServer:
 def http_server(server: RewardServer) -> uvicorn.Server:
     """The server of the application; `run(sockets=[...])` serves until Ctrl-C or SIGTERM, or until `should_exit` is
     set. The requests in progress get their answers."""
-    return uvicorn.Server(
+    return QueueingServer(
         uvicorn.Config(
             server.app,
-            http=BoundedConnection,
+            http=connection_type(),
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            backlog=ACCEPTED_AT_ONCE,
             limit_concurrency=server.limits.connections,
             timeout_graceful_shutdown=SHUTDOWN_S,
             h11_max_incomplete_event_size=HEADER_BYTES,

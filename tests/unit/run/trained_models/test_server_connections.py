@@ -1,10 +1,14 @@
 """Clients of a reward server that leave, send nothing, or send what has no tokens."""
 
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -239,6 +243,35 @@ def test_a_request_whose_turn_does_not_come_is_asked_to_come_again(model: GatedM
         answers = [peer.recv(4096) for peer in peers]
     assert [answer.split()[1] for answer in answers] == [b"408", b"408", b"503"]
     assert b"retry-after: 1" in answers[2].lower() and b"1 request" in answers[2]
+
+
+FLOOD = """
+import resource, socket, sys, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+end, opened = time.monotonic() + 2, []
+while time.monotonic() < end:
+    if len(opened) < 1500:
+        opened.append(socket.socket())
+        opened[-1].setblocking(False)
+        opened[-1].connect_ex(("127.0.0.1", int(sys.argv[1])))
+    else:
+        time.sleep(0.2)
+        opened.clear()
+"""
+
+
+def test_clients_that_only_connect_use_up_no_descriptors(model: GatedModel, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(list(Path("/proc/self/fd").iterdir())) + 100 + SPARE_DESCRIPTORS
+    with serving(model, ServerLimits(connections=100)) as url:
+        assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(few, hard), hard))
+        try:
+            subprocess.run([sys.executable, "-c", FLOOD, str(httpx.URL(url).port)], check=True, timeout=60)
+            assert httpx.get(f"{url}/health", timeout=10).status_code == 200
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "out of system resource" not in caplog.text
 
 
 def test_connections_are_as_many_as_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
