@@ -1,5 +1,6 @@
 """One torch thread per test process: two of them share two cores, and the number of threads decides the last bits."""
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from lockstep.base.folders import new_run_id
+from lockstep.report.warning_handler import WarningHandler
 
 try:
     from _pytest.nodeid import coerce_node_id
@@ -42,6 +44,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Removes the group from the name of a test, so that `--last-failed` finds it again without pytest-xdist."""
     if hasattr(report, "node") and report.nodeid.rfind("@") > report.nodeid.rfind("]"):
         report.nodeid = report.nodeid.rpartition("@")[0]
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_log_handlers() -> Iterator[None]:
+    """A command that a test calls in its own process shows warnings on the terminal until that process ends."""
+    yield
+    for handler in [each for each in logging.getLogger().handlers if isinstance(each, WarningHandler)]:
+        logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture(scope="module")

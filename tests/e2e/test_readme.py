@@ -157,6 +157,7 @@ NOT_RUN = {
     "script/demo": "takes minutes; it is compared with what is documented",
     "script/test": "runs this test",
     "script/benchmark": "takes twenty minutes; tests/unit/benchmarks runs it small",
+    "script/gpu": "needs a GPU; tests/unit/benchmarks runs it dry",
     ".venv/bin/pre-commit install": "changes the git hooks",
 }
 

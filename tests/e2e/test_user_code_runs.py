@@ -104,7 +104,8 @@ def test_a_run_that_deals_with_a_reward_that_fails_once_in_every_way(folder: Pat
     because it hung is healed and leaves no evidence of a death."""
     launched = start(folder, "stumbles", steps=4)
     launched.wait_for_file(folder / "marks", "waits")
-    os.kill(int((folder / "marks" / "waits").read_text()), signal.SIGKILL)
+    pid = launched.wait_until(lambda: (folder / "marks" / "waits").read_text() or None, "written", lambda: True)
+    os.kill(int(pid), signal.SIGKILL)
     assert launched.finish() == 0, launched.text()
     deaths = incidents(launched.folder)
     assert [each["kind"] for each in deaths] == ["dead", "dead"], launched.text()

@@ -4,6 +4,7 @@ process that somebody else kills is one."""
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 HERE = Path(__file__).parent
 DIAGNOSED_S = 2.5
 """The supervisor has diagnosed whatever happened before."""
+BOUND_S = 30.0
 
 
 class WatchedCluster:
@@ -43,10 +45,14 @@ class WatchedCluster:
     def supervise(self) -> None:
         self.cluster.supervise(StallThresholds(), self.events.append)
 
-    def incidents(self) -> list[dict[str, Any]]:
-        """The verdicts of the incidents since the last call, after the supervisor has had time to write them."""
+    def incidents(self, expected: int = 0) -> list[dict[str, Any]]:
+        """The verdicts of the incidents since the last call, after the supervisor has had time to write them; it gets
+        longer for those that are expected, whose evidence it collects first."""
         waits.sleep(DIAGNOSED_S, "the supervisor's diagnoses")
-        found = {*self.folder.glob("incidents/*/verdict.json")} - self.known
+        end = time.monotonic() + BOUND_S
+        while len(found := {*self.folder.glob("incidents/*/verdict.json")} - self.known) < expected:
+            assert time.monotonic() < end, "no incident was written"
+            waits.sleep(0.1, "the supervisor's incident")
         self.known |= found
         return [json.loads(file.read_text()) for file in found]
 
@@ -142,7 +148,7 @@ def test_the_loss_of_an_environment_is_recorded_with_its_outcome(
     assert reply.failure is not None and "exited with 7" in reply.failure.problem
     assert noted == [(action, "environment-0") for action in actions]
     pool.close()
-    assert [each["kind"] for each in watched.incidents()] == ["dead"]  # the supervisor's own report remains
+    assert [each["kind"] for each in watched.incidents(1)] == ["dead"]  # the supervisor's own report remains
 
 
 def test_a_scorer_that_somebody_else_kills_is_an_incident(watched: WatchedCluster) -> None:
@@ -150,7 +156,7 @@ def test_a_scorer_that_somebody_else_kills_is_an_incident(watched: WatchedCluste
     pool.score(rollouts())
     (scorer,) = [each for each in read_beacons(watched.run) if each.name == "scorer-0"]
     os.kill(scorer.pid, signal.SIGKILL)
-    (verdict,) = watched.incidents()
+    (verdict,) = watched.incidents(1)
     assert (verdict["kind"], verdict["level"]) == ("dead", "confirmed")
     assert [each["name"] for each in verdict["culprits"]] == ["scorer-0"]
     pool.score(rollouts())
