@@ -63,8 +63,10 @@ def test_the_demo_learns_while_a_rank_is_frozen_and_its_engine_killed(tmp_path: 
     page = (folder / "sort-grpo" / "report.html").read_text()
     for each in end["incidents"]:
         assert (folder / "sort-grpo" / each["folder"] / "verdict.json").is_file()
-        assert f'href="{each["folder"]}/story.txt"' in page and f"<h3>{each['who']}<" in page
-    (timeline,) = re.findall(r"<h3>Steps done.*?</section>", page, re.DOTALL)
+        assert f'href="./{each["folder"]}/story.txt"' in page and f"<h3>{each['who']}<" in page
+    rules = dict(re.findall(r'\[data-style="(\d+)"\] \{ (.*?) \}', page))
+    styled = re.sub(r'data-style="(\d+)"', lambda match: f'style="{rules[match[1]]}"', page.partition("<body>")[2])
+    (timeline,) = re.findall(r"<h3>Steps done.*?</section>", styled, re.DOTALL)
     assert ">1<" in timeline and ">2<" in timeline and "var(--warn)" in timeline
     # The README shows the real output, up to numbers and paths.
     lines = printed.splitlines()
