@@ -77,7 +77,10 @@ def footnote(made: Sequence[Line], lines: Sequence[Line]) -> str:
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    except OSError:  # no git
+        return "unknown"
     return got.stdout.strip() or "unknown"
 
 

@@ -1,10 +1,7 @@
 """What a result on a GPU depends on, and what a machine lacks to run it."""
 
 import hashlib
-import os
-import platform
 import subprocess
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,10 @@ QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm"
 
 
 def host_facts() -> dict[str, Any]:
-    """The GPUs, driver and versions of this host."""
-    import torch
+    """What any benchmark's numbers depend on, and the GPUs, driver, CUDA and NCCL of this host."""
+    import torch  # only here: `--wheels` needs no packages
+
+    from benchmarks.results import facts
 
     smi = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
@@ -37,13 +36,10 @@ def host_facts() -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError):
         gpus = []
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **facts(),
         "gpus": gpus,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        **{name: version(name) for name in ("torch", "transformers", "numpy")},
     }
 
 

@@ -186,4 +186,5 @@ def finite(record: Record) -> bool:
 
 
 def _leaves(value: Any) -> list[Any]:
-    return [leaf for each in value.values() for leaf in _leaves(each)] if isinstance(value, dict) else [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return [value] if parts is None else [leaf for each in parts for leaf in _leaves(each)]
