@@ -49,6 +49,8 @@ SEQ = 411
 PER_HOST = 8
 CALL = CollectiveCall("all_reduce", "[1048576]", "bfloat16")
 OTHER = CollectiveCall("all_gather", "[1048576]", "bfloat16")
+ABOUT = {str(key): [call.operation, call.shapes, call.dtype, None, ""] for key, call in ((11, CALL), (12, OTHER))}
+"""What the signatures mean, as agents report it."""
 
 
 def groups(ranks: int) -> list[tuple[str, np.ndarray]]:
@@ -309,8 +311,7 @@ def line(name: str, evidence: Evidence, patience: StallThresholds, runs: int) ->
     rosters, states = messages(evidence)
     for frame in rosters:
         inbox.receive(parse_report(frame), AT)
-    about = {str(key): [call.operation, call.shapes, call.dtype, None, ""] for key, call in ((11, CALL), (12, OTHER))}
-    inbox.receive({**parse_report(states[0]), "about": about}, AT)
+    inbox.receive({**parse_report(states[0]), "about": ABOUT}, AT)
     from_messages(inbox, states, evidence, patience)
     whole, slowest, _ = timed(lambda: from_messages(inbox, states, evidence, patience), max(3, runs // 3))
     said = f"{verdicts[0].kind}: {verdicts[0].explanation[:70]}" if verdicts else "nothing"

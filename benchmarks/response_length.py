@@ -14,7 +14,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,8 +23,8 @@ from typing import Any
 import yaml
 
 from benchmarks.comparison_table import Line, markdown, markdown_head
-from benchmarks.runner import ROOT, environment, write
-from benchmarks.workloads import Side, merged
+from benchmarks.runner import LOCKSTEP, ROOT, call, train, write
+from benchmarks.workloads import merged
 from lockstep.base.text import count_noun
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import TinyModel, make_tiny
@@ -79,7 +78,7 @@ def prepare(folder: Path, steps: int | None = None) -> None:
         steps: those of supervised fine-tuning; None for the example's.
     """
     make_tiny(folder / "model", MODEL)
-    _call([sys.executable, "examples/sort_data.py", str(folder / "data")])
+    call([sys.executable, "examples/sort_data.py", str(folder / "data")], LOCKSTEP, LIMIT_S)
     draw_prefix = random.Random(7)
     rows = [json.loads(line) for line in (folder / "data" / "sft.jsonl").read_text().splitlines()]
     for row in rows:
@@ -120,17 +119,7 @@ def _train(folder: Path, example: str, changes: Mapping[str, Any]) -> None:
     quiet = {"folder": str(folder), "report": {"console": False, "html": False, "tensorboard": False}}
     config = folder / f"{changes.get('name', base['name'])}.json"
     config.write_text(json.dumps(merged(merged(base, quiet), dict(changes))))
-    _call([str(Path(sys.executable).with_name("lockstep")), "train", str(config)])
-
-
-def _call(command: Sequence[str]) -> None:
-    side = Side("lockstep", "lockstep")
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(side), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    if done.returncode:
-        output = f"{done.stdout[-3000:]}{done.stderr[-6000:]}"
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{output}")
+    train(config, LIMIT_S)
 
 
 def _last(line: Line) -> str:

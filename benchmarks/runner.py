@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PEER = ROOT / "build" / "peer"
 """Where script/benchmark puts TRL."""
 
+LOCKSTEP = Side("lockstep", "lockstep")
 Tell = Callable[[str], None]
 
 
@@ -59,6 +61,26 @@ def environment(side: Side) -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def call(command: Sequence[str], side: Side, limit_s: float) -> None:
+    """Runs a command of a side to its end.
+
+    Raises:
+        SystemExit: it has failed; with the end of its output.
+        subprocess.TimeoutExpired: it takes longer than `limit_s`.
+    """
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(side), capture_output=True, text=True, timeout=limit_s, check=False
+    )
+    if done.returncode:
+        output = f"{done.stdout[-3000:]}{done.stderr[-6000:]}"
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{output}")
+
+
+def train(config: Path, limit_s: float) -> None:
+    """Runs `lockstep train` with a config file, like `call`."""
+    call([str(Path(sys.executable).with_name("lockstep")), "train", str(config)], LOCKSTEP, limit_s)
 
 
 class Match:

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.diagnose import CALL, OTHER, PER_HOST, healthy, messages, stalled, with_liveness
+from benchmarks.diagnose import ABOUT, PER_HOST, healthy, messages, stalled, with_liveness
 from lockstep.base.folders import new_run_id
 from lockstep.base.limits import raise_descriptor_limit
 from lockstep.base.transport.auth_handshake import Listener
@@ -224,11 +224,10 @@ def _reports(ranks: int) -> tuple[list[bytes], dict[str, list[bytes]]]:
         "waiting": stalled(base, culprit, waits_s=1.0),
         "stalled": with_liveness(stalled(base, culprit), culprit, Liveness.STOPPED),
     }
-    about = {str(key): [call.operation, call.shapes, call.dtype, None, ""] for key, call in ((11, CALL), (12, OTHER))}
     rosters, _ = messages(base)
     states = {}
     for name, evidence in jobs.items():
-        more = json.dumps({"about": about, "calm": name == "healthy"})[1:]
+        more = json.dumps({"about": ABOUT, "calm": name == "healthy"})[1:]
         states[name] = [each[:-1] + b", " + more.encode() for each in messages(evidence)[1]]
     return rosters, states
 

@@ -8,10 +8,9 @@ micro-batch in one process. Lockstep's is divided over two ranks, into rows of a
 """
 
 import json
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import facts, footnote
-from benchmarks.runner import ROOT, Tell, environment
+from benchmarks.runner import Tell, call, train
 from benchmarks.workloads import LETTERS, Side
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
@@ -155,7 +154,7 @@ def of_trl(cases: Mapping[str, Case], folder: Path) -> dict[str, Numbers]:
         for name, case in cases.items()
     }
     (folder / "trl.json").write_text(json.dumps(orders))
-    _call([sys.executable, "-m", "benchmarks.trl_steps", str(folder)], "trl")
+    call([sys.executable, "-m", "benchmarks.trl_steps", str(folder)], Side("trl", "trl"), LIMIT_S)
     found: dict[str, Numbers] = json.loads((folder / "trl-steps.json").read_text())
     return found
 
@@ -182,19 +181,9 @@ def of_lockstep(name: str, case: Case, folder: Path) -> Numbers:
     }  # fmt: skip
     file = folder / f"{name}.json"
     file.write_text(json.dumps(config))
-    _call([str(Path(sys.executable).with_name("lockstep")), "train", str(file)], "lockstep")
+    train(file, LIMIT_S)
     with Ledger.reader(folder / "lockstep" / name) as ledger:
         return [dict(row.values) for row in ledger.metrics_rows()]
-
-
-def _call(command: Sequence[str], side: Any) -> None:
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(Side(side, side)), capture_output=True, text=True, timeout=LIMIT_S
-    )
-    if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-6000:]}"
-        )
 
 
 def differences(case: Case, trl: Numbers, lockstep: Numbers) -> dict[str, float]:

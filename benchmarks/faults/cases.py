@@ -217,12 +217,12 @@ def waited_for(case: Case, ahead: int = 1) -> frozenset[tuple[str, int]]:
             steps += case.schedule
         elif fault not in AT_BEGIN:
             steps += case.schedule[: case.at]
-        first = case.step - 1 if case.backend != "gloo" and fault in ENDING else None
+        lost_from = len(case.schedule) * (case.step - 1) if case.backend != "gloo" and fault in ENDING else len(steps)
         for group in case.groups:
             calls = [i for i, call in enumerate(steps) if call.group == group]
             if members(case.groups, group, rank):
-                unfinished = sum(i >= first * len(case.schedule) for i in calls) if first is not None else 0
-                found |= {(group, len(calls) + k) for k in range(1 - unfinished, ahead + 1)}
+                lost = sum(i >= lost_from for i in calls)
+                found |= {(group, len(calls) + k) for k in range(1 - lost, ahead + 1)}
     return frozenset(found)
 
 

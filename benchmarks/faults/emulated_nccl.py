@@ -114,6 +114,12 @@ class Device:
                     raise TimeoutError(f"the device is still busy after {timeout_s} s")
                 done.wait(0.01)
 
+    def drain(self, limit_s: float) -> None:
+        """Lets the streams complete what they can, as the device of a stopped process does; here they are threads of
+        the process, which stop with it."""
+        with suppress(TimeoutError):
+            self.synchronize(limit_s)
+
 
 class Trace:
     """The entries and the status of NCCL's flight recorder."""

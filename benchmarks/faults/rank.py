@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -195,7 +194,8 @@ class Rank:
         if fault not in ELSEWHERE:
             self.strike()
         if fault == "stopped":
-            self.drain()
+            if self.on_device:
+                emulated_nccl.device().drain(DRAIN_S)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -218,13 +218,6 @@ class Rank:
             self.issue(call, root=1)
         elif fault != "skips":
             self.issue(call)
-
-    def drain(self) -> None:
-        """Lets the device complete what it has: the device of a stopped process does, but the emulated one is a thread
-        of it."""
-        if self.on_device:
-            with suppress(TimeoutError):
-                emulated_nccl.device().synchronize(DRAIN_S)
 
     def disturb_device(self, fault: str, call: Call) -> None:
         """Launches the kernel of a fault of the device, or makes the call's operation one that does not end."""

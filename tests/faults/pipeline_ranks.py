@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -44,11 +43,8 @@ class Fault:
 
     def strike(self) -> None:
         if self.name == "stopped":
-            if (
-                self.job.backend != "gloo"
-            ):  # the device of a stopped process goes on; the emulated one is a thread of it
-                with suppress(TimeoutError):
-                    device().synchronize(0.5)
+            if self.job.backend != "gloo":
+                device().drain(0.5)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.name == "sleeps":
             self.job.wait()

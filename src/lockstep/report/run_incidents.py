@@ -237,15 +237,13 @@ def _incident_of_repair(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
         each.what != "notice" and each.at <= done[0].at for each in reported
     ):  # recovery ended the stalled process, so its end is not news
         done = [each for each in done if each.what != "failed"] or done
-    blamed = [stall for stall in stalls if stall.confirmed] or list(stalls)
-    blamed = [stall for stall in blamed if _blamed(stall, repair)]
+    certain = [stall for stall in stalls if stall.confirmed] or stalls
+    blamed = [(stall, names) for stall in certain if (names := _blamed_workers(stall, repair))]
     closing = repair.closing
     outcome: Outcome = "open" if closing is None else "gave up" if closing["action"] == "gave up" else "healed"
     return Incident(
-        workers=", ".join(
-            dict.fromkeys([*repair.workers, *(name for stall in blamed for name in _blamed(stall, repair))])
-        ),
-        what=str(blamed[0].reports[-1]["verdict"]) if blamed else str(repair.actions[0].get("what", "failed")),
+        workers=", ".join(dict.fromkeys([*repair.workers, *(name for _, names in blamed for name in names)])),
+        what=str(blamed[0][0].reports[-1]["verdict"]) if blamed else str(repair.actions[0].get("what", "failed")),
         began=min([repair.began, *(stall.began for stall in stalls)]),
         ended=repair.ended if outcome == "healed" else None,
         outcome=outcome,
@@ -254,7 +252,7 @@ def _incident_of_repair(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
     )
 
 
-def _blamed(stall: _Stall, repair: _Repair) -> list[str]:
+def _blamed_workers(stall: _Stall, repair: _Repair) -> list[str]:
     """The workers that a stall names, without replacements of those that failed: waiting for the start of a replacement
     is part of the repair."""
     failed = {planned_name(name) for name in repair.workers}

@@ -99,10 +99,8 @@ class TopTable:
         headings = [Text(column.heading, style="bold dim") for column in self._columns]
         lines: list[RenderableType] = [_line(shown, headings)]
         for row, each in zip(ordered, cells, strict=True):
-            lines.append(_line(shown, each))
-            if (below := self._below(shown, each)) is not None:
-                lines.append(Padding(below, (0, 0, 0, min(_INDENT, width // 4))))
-            lines += [Padding(part, (0, 0, 0, min(_INDENT, width // 4))) for part in _parts(row)]
+            indented = [*self._below(shown, each), *_parts(row)]
+            lines += [_line(shown, each), *(Padding(text, (0, 0, 0, min(_INDENT, width // 4))) for text in indented)]
         above = [_verdict_line(verdict) for verdict in verdicts]
         return Group(*above, *([Text("")] if above else []), *lines, Text(""), _waits_summary(rows))
 
@@ -120,15 +118,15 @@ class TopTable:
             shown = [replace(shown[0], width=max(1, shown[0].width - excess)), *shown[1:]]
         return shown
 
-    def _below(self, shown: Sequence[_Column], cells: Sequence[Text]) -> Text | None:
-        """What the line of a process lacks: contents that are cut or whose columns do not fit."""
+    def _below(self, shown: Sequence[_Column], cells: Sequence[Text]) -> list[Text]:
+        """A line with what the line of a process lacks: contents that are cut or whose columns do not fit."""
         cut = [cell for column, cell in zip(shown, cells, strict=False) if cell.cell_len > column.width]
         missing = [*cut, *(cell for cell in cells[len(shown) :] if cell)]
         if not missing:
-            return None
+            return []
         if len(shown) < len(self._columns) and cells[-1]:
             missing[-1] = Text("waits for ").append_text(cells[-1])
-        return Text(", ").join(missing)
+        return [Text(", ").join(missing)]
 
 
 def render_processes(

@@ -172,8 +172,8 @@ _MODULES = (
 _OPENRLHF_SCRIPT = re.compile(r"(?:.*/)?(train_(?:sft|dpo|rm|kd|prm|kto|ppo|ppo_ray)|batch_inference)\.py")
 """Scripts of old versions of OpenRLHF, which were not in its package; they have the option `--pretrain`."""
 TRL_COMMANDS = ("grpo", "rloo", "sft", "dpo", "kto", "reward")
-_OTHER_TRL_COMMANDS = ("distillation",)
-"""Those of which the options are not known."""
+_TRL_TRAININGS = (*TRL_COMMANDS, "distillation")
+"""Those of which the options are not known, too."""
 _TRAINING_FLAG = re.compile(
     r"--(per[_-]device[_-]train[_-]batch[_-]size|model[_-]name[_-]or[_-]path|output[_-]dir|deepspeed)\b"
 )
@@ -197,7 +197,7 @@ def _training_command(command: ShellCommand) -> TrainingCommand | None:
                 name = match[0].replace("/", ".") if match else program
                 return _make_command(framework, name, index, words, shell)
         if text == "trl" and index + 1 < len(texts):
-            if texts[index + 1] in (*TRL_COMMANDS, *_OTHER_TRL_COMMANDS):
+            if texts[index + 1] in _TRL_TRAININGS:
                 return _make_command("trl", texts[index + 1], index + 1, words, shell)
             if texts[index + 1] == "vllm-serve":
                 return _make_command("vllm-serve", "vllm-serve", index + 1, words, shell)
@@ -228,7 +228,7 @@ def _make_command(
             job.shell[match[1]] = ShellWord(word.text[match.end() :], word.location)
     _read_runtime_environment(job, before)
     job.launcher = _launch_command(before)
-    if framework == "trl" and program in (*TRL_COMMANDS, *_OTHER_TRL_COMMANDS):
+    if framework == "trl" and program in _TRL_TRAININGS:
         _split_accelerate_options(job)
     return job
 

@@ -158,10 +158,10 @@ def _process_note(process: ProcessState, monitor: ProcessMonitor, now: int) -> P
         return None
     stage = process.beacon.stage if process.beacon is not None else ""
     # A stack that is older than the last progress shows an earlier position.
-    where = process.where if process.stack_ns >= process.progress_ns else ""
+    is_current = process.stack_ns >= process.progress_ns
     return ProcessNote(
-        where, process.error, process.cause, process.ended_on_purpose, monitor.history.expected_s(process.role, stage),
-        unrecorded, process.waits_for_device and process.stack_ns >= process.progress_ns,
+        process.where if is_current else "", process.error, process.cause, process.ended_on_purpose,
+        monitor.history.expected_s(process.role, stage), unrecorded, process.waits_for_device and is_current,
     )  # fmt: skip
 
 

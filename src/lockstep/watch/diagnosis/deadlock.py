@@ -140,7 +140,7 @@ def _compare_counts(
     have not made. A process that waits in such a call and is not missing at x may rightly be ahead of those at x.
     """
     members, involved = context.evidence.communicators, set().union(*waiters_by_node)
-    reached = context.pending.reached(members)
+    reached = context.pending.reached
     kinds = _find_kinds(context, graph, deadlock, waiters_by_node)
     found = []
     for x in deadlock.tolist():

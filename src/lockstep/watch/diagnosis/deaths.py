@@ -66,8 +66,8 @@ def _was_intended(context: DiagnosisContext, process: int) -> bool:
 
 def _ended_with_whole(context: DiagnosisContext, process: int) -> bool:
     """Whether the process was a part of one that has ended as well, which its own end says nothing more about."""
-    whole = context.wholes.get(process)
-    return whole is not None and context.liveness(whole) not in (Liveness.RUNNING, Liveness.STOPPED)
+    whole = context.whole(process)
+    return whole != process and context.liveness(whole) not in (Liveness.RUNNING, Liveness.STOPPED)
 
 
 def _is_unobserved(context: DiagnosisContext, process: int, relevant: BoolArray | None) -> bool:
@@ -198,7 +198,7 @@ def find_stopped(context: DiagnosisContext, relevant: BoolArray | None) -> list[
     others_run = bool(((liveness == Liveness.RUNNING) | (liveness == Liveness.DEAD)).any())
     found = []
     for process in np.flatnonzero(liveness == Liveness.STOPPED).tolist():
-        whole = context.wholes.get(process, process)
+        whole = context.whole(process)
         if context.note(process).ours or (whole != process and context.liveness(whole) is Liveness.STOPPED):
             continue
         node, since = longest_wait_on(context, process, relevant)

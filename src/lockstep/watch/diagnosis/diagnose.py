@@ -167,7 +167,7 @@ def _follows_mismatch(context: DiagnosisContext, cause: Hypothesis, hypothesis: 
 
 def _may_be_victim(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothesis) -> bool:
     """Whether an absent process may be a victim of the cause, because it was active until then or still is."""
-    if cause.kind is VerdictKind.DEAD and {context.wholes.get(p, p) for p in cause.culprits} >= {*hypothesis.culprits}:
+    if cause.kind is VerdictKind.DEAD and {context.whole(p) for p in cause.culprits} >= {*hypothesis.culprits}:
         return True  # a process waits for its part that died
     last = [context.last_activity(p) for p in hypothesis.culprits]
     if not last or any(np.isnan(each) for each in last):
@@ -181,10 +181,12 @@ def _fold_parts(context: DiagnosisContext, found: list[Hypothesis]) -> list[Hypo
     """Joins the hypotheses about a process with those about its parts: a process whose part hangs is waited for as
     well. The others wait for the process; the line is that of the part."""
     parts: dict[int, list[Hypothesis]] = {}
-    for each in found if context.wholes else ():
-        wholes = {context.wholes.get(p, -1) for p in each.culprits}
-        if each.kind in _INACTIVE and len(wholes) == 1 and min(wholes) >= 0:
+    for each in found:
+        wholes = {context.whole(p) for p in each.culprits}
+        if each.kind in _INACTIVE and len(wholes) == 1 and wholes.isdisjoint(each.culprits):
             parts.setdefault(wholes.pop(), []).append(each)
+    if not parts:
+        return found
     joined, folded = [], set[int]()
     for each in found:
         inner = next((parts[p] for p in each.culprits if p in parts), []) if each.kind in _INACTIVE else []

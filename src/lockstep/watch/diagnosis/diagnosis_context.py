@@ -71,6 +71,10 @@ class DiagnosisContext:
         index = {(each.host, each.name): number for number, each in enumerate(info)}
         return {part: index[each.host, each.parent] for part, each in parts if (each.host, each.parent) in index}
 
+    def whole(self, process: int) -> int:
+        """The process that a part belongs to; any other process itself."""
+        return self.wholes.get(process, process)
+
     @cached_property
     def last_active(self) -> FloatArray:
         """`[processes]`: when a counter of the process last advanced or the process last used CPU, a disk, a network or

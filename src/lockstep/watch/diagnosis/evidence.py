@@ -162,10 +162,13 @@ class Evidence:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def with_parts(info: Sequence[ProcessInfo], chosen: Collection[tuple[str, int | None]]) -> set[tuple[str, int | None]]:
-    """The chosen processes, given by host and pid, and their parts."""
-    names = {(each.host, each.name) for each in info if (each.host, each.pid) in chosen}
-    return {*chosen, *((each.host, each.pid) for each in info if each.parent and (each.host, each.parent) in names)}
+def with_parts(info: Sequence[ProcessInfo], chosen: Collection[tuple[str, str]]) -> list[int]:
+    """The indices of the chosen processes, given by host and name, and of their parts."""
+    return [
+        index
+        for index, each in enumerate(info)
+        if (each.host, each.name) in chosen or (each.parent and (each.host, each.parent) in chosen)
+    ]
 
 
 SERVICE_WAIT_KINDS = ("http", "read", "write", "send", "store", "connect")

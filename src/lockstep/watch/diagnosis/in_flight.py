@@ -35,9 +35,9 @@ def find_in_flight(
     lagging = [each for node in complete if (each := _lagging_members(context, graph, node)) is not None]
     if lagging:
         return found + lagging
-    certain = [node for node in complete if not _uncertain_members(context, graph, node)]
-    found += [_insufficient_evidence(context, graph, node) for node in complete if node not in certain]
-    return found + _none_completes(context, graph, certain)
+    uncertain = [node for node in complete if _uncertain_members(context, graph, node)]
+    found += [_insufficient_evidence(context, graph, node) for node in uncertain]
+    return found + _none_completes(context, graph, list(set(complete) - set(uncertain)))
 
 
 def _uncertain_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> list[int]:

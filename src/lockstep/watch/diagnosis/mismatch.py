@@ -173,7 +173,6 @@ def _signature_in_order(context: DiagnosisContext, divergence: _Divergence) -> i
     communicator: the processes (or devices) that have not reached that collective skipped it, so the call of the others
     is correct."""
     members, inside = context.evidence.communicators, context.pending
-    reached = inside.reached(members)
     rows, votes = context.members(divergence.communicator), divergence.votes()
     not_arrived = members.process[rows][(members.entered[rows] >= 0) & (members.entered[rows] < divergence.seq)]
     if len(votes) != 2 or not len(not_arrived):
@@ -181,7 +180,7 @@ def _signature_in_order(context: DiagnosisContext, divergence: _Divergence) -> i
     skippers: set[int] = set()
     for row in np.flatnonzero(inside.waits & np.isin(members.process, not_arrived[:WINDOW])).tolist():
         rows_there = context.members(int(inside.communicator[row]))
-        not_reached = (reached[rows_there] >= 0) & (reached[rows_there] < inside.seq[row])
+        not_reached = (inside.reached[rows_there] >= 0) & (inside.reached[rows_there] < inside.seq[row])
         skippers |= {*members.process[rows_there][not_reached].tolist()}
     sides = [signature for signature, _ in votes if skippers & {*divergence.of(signature).tolist()}]
     return next(signature for signature, _ in votes if signature != sides[0]) if len(sides) == 1 else None

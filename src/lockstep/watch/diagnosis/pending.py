@@ -24,13 +24,9 @@ class PendingCollectives:
     """The first collective that the process has not completed."""
     since: FloatArray
     """When the process last entered or completed a collective of the communicator; NaN if unknown."""
-    elsewhere: NDArray[np.bool_]
-    """True if the process has issued the collective, and its device has not reached it."""
-
-    def reached(self, members: MembershipTable) -> IntArray:
-        """`[memberships]`: the last collective that the process, or its device, has reached; `UNKNOWN` without
-        evidence."""
-        return np.where(self.elsewhere, self.seq - 1, members.entered)
+    reached: IntArray
+    """The last collective that the process has entered, without those that it has issued and its device has not
+    reached; `UNKNOWN` without evidence."""
 
 
 def find_pending(evidence: Evidence) -> PendingCollectives:
@@ -55,14 +51,15 @@ def find_pending(evidence: Evidence) -> PendingCollectives:
     if members.blocked is not None:
         waits &= members.blocked != 0
     since = np.fmax(members.entered_at, members.completed_at)
-    elsewhere = np.zeros(len(waits), dtype=np.bool_)
+    reached = members.entered
     if members.on_device is not None and members.on_device.any():
         queued = waits & members.on_device
         elsewhere = unfinished & members.on_device & ~_is_reached(evidence, communicator, queued, completed + 1)
         waits &= ~elsewhere
+        reached = np.where(elsewhere, completed, members.entered)
         if members.pending_at is not None:
             since = np.where(members.on_device, np.fmax(members.pending_at, members.completed_at), since)
-    return PendingCollectives(communicator, waits, completed + 1, since, elsewhere)
+    return PendingCollectives(communicator, waits, completed + 1, since, reached)
 
 
 def _first_missing(members: MembershipTable) -> IntArray:

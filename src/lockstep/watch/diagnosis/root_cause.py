@@ -303,8 +303,8 @@ def _has_issued(context: DiagnosisContext, graph: WaitGraph, process: int, node:
         return False
     rows = context.members(int(graph.communicator[node]))
     is_own = context.evidence.communicators.process[rows] == process
-    return bool((is_own & context.pending.elsewhere[rows] & (context.pending.seq[rows] <= graph.seq[node])
-                 & (context.evidence.communicators.entered[rows] >= graph.seq[node])).any())  # fmt: skip
+    issued, reached = context.evidence.communicators.entered[rows], context.pending.reached[rows]
+    return bool((is_own & (issued >= graph.seq[node]) & (reached < graph.seq[node])).any())
 
 
 def _rendezvous_of(context: DiagnosisContext, graph: WaitGraph, node: int) -> str:

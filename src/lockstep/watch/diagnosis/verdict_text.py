@@ -27,15 +27,17 @@ _KIND_FIXES = {
 def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
     """The verdict of a hypothesis."""
     info = context.evidence.processes.info
-    lines = {context.wholes.get(p, p): context.note(p).where for p in reversed(hypothesis.culprits)}
+    lines: dict[int, str] = {}
+    for process in hypothesis.culprits:
+        lines.setdefault(context.whole(process), context.note(process).where)
     if hypothesis.part is not None:
-        lines[context.wholes[hypothesis.part]] = context.note(hypothesis.part).where
+        lines[context.whole(hypothesis.part)] = context.note(hypothesis.part).where
     culprits = tuple(
         Culprit(
-            info[p].rank if info[p].rank >= 0 else None, info[p].role, info[p].host, info[p].pid or None, lines[p],
+            info[p].rank if info[p].rank >= 0 else None, info[p].role, info[p].host, info[p].pid or None, where,
             info[p].name,
         )
-        for p in dict.fromkeys(context.wholes.get(p, p) for p in hypothesis.culprits)
+        for p, where in lines.items()
     )  # fmt: skip
     if hypothesis.outside:
         culprits = (Culprit(None, "outside", name=hypothesis.outside),)

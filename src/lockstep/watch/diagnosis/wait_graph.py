@@ -195,12 +195,12 @@ def _blockers(
         node_of[communicator[nodes]] = nodes
         rows = all_rows if len(nodes) == len(members.info) else _membership_rows(members, communicator[nodes])
         node = node_of[pending.communicator[rows]]
-        not_entered = (members.entered[rows] < seq[node]) | (pending.elsewhere[rows] & (pending.seq[rows] <= seq[node]))
+        not_reached = pending.reached[rows] < seq[node]
         will_not_complete = has_left[rows] & (members.completed[rows] < seq[node])
         is_certain = is_known[rows]
         if seen is not None:  # a report from before the wait proves nothing
             is_certain = is_certain & (seen[rows] >= since[node])
-        blocks, may_block = will_not_complete | (not_entered & is_certain), not_entered & ~is_certain & ~has_left[rows]
+        blocks, may_block = will_not_complete | (not_reached & is_certain), not_reached & ~is_certain & ~has_left[rows]
         found.append((members.process[rows[blocks]], node[blocks], members.process[rows[may_block]], node[may_block]))
     if not found:
         empty = np.zeros(0, dtype=np.int64)

@@ -3,13 +3,13 @@ sample of the others. In a small job that is every process. In a large one the n
 beacons and stacks of 16,000 processes take minutes to send and to write, and most of them say the same.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 
 import numpy as np
 
-from lockstep.watch.diagnosis.evidence import Evidence, IntArray
+from lockstep.watch.diagnosis.evidence import Evidence, IntArray, with_parts
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.pending import find_pending
 from lockstep.watch.diagnosis.verdict import Verdict
@@ -46,42 +46,33 @@ class IncidentSelection:
 def select_processes(evidence: Evidence, verdict: Verdict) -> IncidentSelection:
     """The processes to ask: all of a small job, else at most `MAX_CULPRITS + MAX_WAITERS + MAX_PEERS`."""
     info = evidence.processes.info
-    named = {(each.host, each.name) for each in verdict.culprits}
-    all_culprits = [
-        index
-        for index, each in enumerate(info)
-        if (each.host, each.name) in named or (each.parent and (each.host, each.parent) in named)  # or a part of one
-    ]
+    all_culprits = with_parts(info, {(each.host, each.name) for each in verdict.culprits})
     culprits = _spread(all_culprits, MAX_CULPRITS)
-    chosen = dict.fromkeys(culprits)
     graph = build_wait_graph(evidence, find_pending(evidence), 0.0, always=True)
-    waits = [] if graph is None else [_waits_for(graph, each) for each in culprits]
-    if graph is not None and not culprits:
-        waits = [_waits_in_collective(evidence, graph, verdict)]
-    waiters = _choose_waiters(waits, frozenset(all_culprits))
+    waiters: list[int] = []
+    if graph is not None:
+        waits = [_waits_for(graph, each) for each in culprits] or [_waits_in_collective(evidence, graph, verdict)]
+        waiters = _choose_waiters(graph, waits, frozenset(all_culprits))
     if not culprits:
         waiters = list(dict.fromkeys([*_chain(evidence, verdict), *waiters]))[:MAX_WAITERS]
-    chosen |= dict.fromkeys(waiters)
+    chosen = {*culprits, *waiters}
     complete = len(info) <= SMALL_JOB
     others = [index for index in range(len(info)) if index not in chosen]
     peers = others if complete else _sample(evidence, others, chosen)
     return IncidentSelection(tuple(culprits), tuple(waiters), tuple(peers), complete, len(all_culprits) - len(culprits))
 
 
-Wait = tuple[int, Callable[[], Sequence[int]]]
-"""A node of the wait graph, and the processes that wait in it."""
-
-
-def _waits_for(graph: WaitGraph, culprit: int) -> list[Wait]:
-    """The waits that a culprit holds up, the longest first; without one, those that it shares with others."""
+def _waits_for(graph: WaitGraph, culprit: int) -> list[int]:
+    """The nodes of the waits that a culprit holds up, the longest first; without one, of those that it shares with
+    others."""
     nodes = np.unique(graph.block_node[graph.block_process == culprit])
     if not len(nodes):  # all are inside: a mismatch, or a device that does not complete the collective
         nodes = np.unique(graph.wait_node[graph.wait_process == culprit])
     return _longest_first(graph, nodes)
 
 
-def _waits_in_collective(evidence: Evidence, graph: WaitGraph, verdict: Verdict) -> list[Wait]:
-    """Without a culprit: the waits in the collective of the verdict, or in its communicator."""
+def _waits_in_collective(evidence: Evidence, graph: WaitGraph, verdict: Verdict) -> list[int]:
+    """Without a culprit: the nodes of the waits in the collective of the verdict, or in its communicator."""
     if verdict.collective is None:
         return []
     name = verdict.collective.communicator
@@ -91,32 +82,26 @@ def _waits_in_collective(evidence: Evidence, graph: WaitGraph, verdict: Verdict)
     return _longest_first(graph, same if len(same) else nodes)
 
 
-def _longest_first(graph: WaitGraph, nodes: IntArray) -> list[Wait]:
-    ordered = nodes[np.argsort(graph.since[nodes], kind="stable")][:WAITS_PER_CULPRIT]
-    return [(node, partial(_waiting_in, graph, node)) for node in ordered.tolist()]
+def _longest_first(graph: WaitGraph, nodes: IntArray) -> list[int]:
+    ordered: list[int] = nodes[np.argsort(graph.since[nodes], kind="stable")][:WAITS_PER_CULPRIT].tolist()
+    return ordered
 
 
-def _waiting_in(graph: WaitGraph, node: int) -> Sequence[int]:
-    found: list[int] = graph.wait_process[graph.wait_node == node].tolist()
-    return found
-
-
-def _choose_waiters(waits: Sequence[Sequence[Wait]], culprits: frozenset[int]) -> list[int]:
+def _choose_waiters(graph: WaitGraph, waits: Sequence[Sequence[int]], culprits: frozenset[int]) -> list[int]:
     """A process for the longest wait of each culprit, then for the others while there is room. Culprits often hold up
     the same wait: one process that waits there is enough."""
     found: dict[int, None] = {}
     known: set[int] = set()
     for each in waits:
-        for node, waiting in each:  # the first in which another process than the culprits waits
-            if node in known or _add_waiter(found, waiting(), culprits):
+        for node in each:  # the first in which another process than the culprits waits
+            if node in known or _add_waiter(found, graph.waiters(node), culprits):
                 known.add(node)
                 break
-    for each in waits:
-        for node, waiting in each:
-            if len(found) >= MAX_WAITERS:
-                return list(found)
-            if node not in known and _add_waiter(found, waiting(), culprits):
-                known.add(node)
+    for node in chain.from_iterable(waits):
+        if len(found) >= MAX_WAITERS:
+            break
+        if node not in known and _add_waiter(found, graph.waiters(node), culprits):
+            known.add(node)
     return list(found)
 
 

@@ -191,8 +191,8 @@ class Supervisor:
         """Delivers the verdict to all processes that communicators connect with the culprits: their pending collectives
         raise it. Also aborts these collectives if `on_stall` is `free` and the verdict is certain enough to act on."""
         info, verdict = evidence.processes.info, update.verdict
-        pids = with_parts(info, {(each.host, each.pid) for each in verdict.culprits})
-        culprits = [index for index, each in enumerate(info) if (each.host, each.pid) in pids]
+        reported = {(each.host, each.name) for each in verdict.culprits if each.pid}
+        culprits = with_parts(info, reported)
         if not culprits:
             return
         names: dict[str, list[str]] = {}

@@ -101,5 +101,5 @@ def test_the_parts_of_a_process_are_found_by_host_and_name() -> None:
         ProcessInfo("rank-0", "rank", 0, "a", 1), ProcessInfo("rank-0.5", "rank-0", 0, "a", 5, "rank-0"),
         ProcessInfo("rank-0", "rank", 0, "b", 1), ProcessInfo("rank-0.5", "rank-0", 0, "b", 5, "rank-0"),
     ]  # fmt: skip
-    assert with_parts(info, {("b", 1)}) == {("b", 1), ("b", 5)}
-    assert with_parts(info, {("a", 5)}) == {("a", 5)}
+    assert with_parts(info, {("b", "rank-0")}) == [2, 3]
+    assert with_parts(info, {("a", "rank-0.5")}) == [1]

@@ -149,8 +149,8 @@ def _judge_set_memory(
 ) -> Iterator[Finding]:
     """Judges for each set of roles that share GPUs whether a GPU holds a rank that computes beside what the others
     leave on it. Served roles leave nothing, and neither do engines of vLLM; the builtin engine leaves its weights."""
-    kept = {role.name: sum(_kept_while_offloaded(role, trained[role.name]).values()) for role in config.train_roles}
-    if engine and config.placement.shared and config.rollout.engine.kind == "builtin":
+    kept = {role.name: _kept_while_offloaded(role, trained[role.name]) for role in config.train_roles}
+    if engine and config.rollout.engine.kind == "builtin":
         kept["rollout"] = engine["weights"]
     full = {name: sum(parts.values()) for name, parts in trained.items()} | dict(served)
     sets: dict[tuple[str, ...], list[str]] = {}
@@ -182,12 +182,12 @@ def _leave_devices(config: Config, names: Collection[str]) -> str:
     return " and ".join([*fixes, *(["set rollout.engine.kind=vllm"] if "rollout" in names else [])])
 
 
-def _kept_while_offloaded(role: TrainRole, parts: Mapping[str, int]) -> dict[str, int]:
-    """What a rank of a trained role leaves on its GPU while another role computes there, by part."""
+def _kept_while_offloaded(role: TrainRole, parts: Mapping[str, int]) -> int:
+    """The bytes that a rank of a trained role leaves on its GPU while another role computes there."""
     offload, adapted = role.trainer.offload, ("frozen weights", "merged adapter", "reference")
     moved = {*(("weights", *adapted) if offload.parameters else ()), *(("optimizer",) if offload.optimizer else ())}
     freed = {"activations", "logits", "gathered", "gradients"}
-    return {part: size for part, size in parts.items() if part not in moved | freed}
+    return sum(size for part, size in parts.items() if part not in moved | freed)
 
 
 def _judge_engine_memory(
@@ -224,7 +224,7 @@ def _judge_shared_engine(
     """
     chosen = config.rollout.engine
     roles = [role for role in config.train_roles if "rollout" in config.placement.set_of(role.name)]
-    kept = {role.name: sum(_kept_while_offloaded(role, trained[role.name]).values()) for role in roles}
+    kept = {role.name: _kept_while_offloaded(role, trained[role.name]) for role in roles}
     keeping, total = [name for name, size in kept.items() if size], sum(kept.values())
     needed, room = least, int(memory.bytes * (1 - RESERVE))
     if chosen.kind == "vllm":
@@ -263,9 +263,8 @@ def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable
     if count <= 1024:
         also = [f"{role.field('trainer.replicas')}=1"] if trainer.replicas > 1 else []
         also += [keep_one] if keep_one else []
-        found.append(
-            f"{count_field}={count}{''.join(f' with {each}' for each in also)}{_same_ranks(config, role, count)}"
-        )
+        also += [f"{field}={count}" for field in _rank_fields_of_others(config, role)]
+        found.append(" with ".join([f"{count_field}={count}", *also]))
     elif fits(kept=0, ranks=1024, replicas=1, activation_checkpointing=True):
         found.append(f"{checkpointing}=true with more {count_field}")
     budget = config.token_budget // 2
@@ -278,13 +277,12 @@ def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable
     return "set " + ", or ".join(found) if found else "use a smaller model, or GPUs with more memory"
 
 
-def _same_ranks(config: Config, role: TrainRole, count: int) -> str:
-    """The settings of roles that share the role's devices, which must have as many ranks; "" if there are none."""
+def _rank_fields_of_others(config: Config, role: TrainRole) -> list[str]:
+    """The fields with the ranks of roles that share the role's devices, which must have as many."""
     fields = {each.name: each.field("trainer.ranks") for each in config.train_roles}
     fields |= {each.name: each.field("ranks") for each in config.serve_roles}
     key = config.placement.device_key(role.name)
-    others = [field for name, field in fields.items() if name != role.name and config.placement.device_key(name) == key]
-    return "".join(f" with {field}={count}" for field in others)
+    return [field for name, field in fields.items() if name != role.name and config.placement.device_key(name) == key]
 
 
 def _parts_text(parts: Mapping[str, int]) -> str:
