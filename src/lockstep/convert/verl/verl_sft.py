@@ -75,9 +75,7 @@ def _set_ranks(conv: Conversion) -> None:
     elif known is None and conv.has(sizes[1]):
         conv.put("trainer.ranks", conv.count(sizes[0], 1) * conv.count(sizes[1], 1), *sizes, keep=True)
     else:
-        if known is None:
-            conv.need("trainer.ranks", "the launcher's number of GPUs is not in the source: give --ranks N, or set it")
-        conv.put("trainer.ranks", known or 1, keep=True)
+        fields.set_launcher_ranks(conv)
     for name in sizes:
         conv.drop(name, "the launcher's number of processes counts, as in verl")
     ranks = int(conv.fields["trainer.ranks"].value)
