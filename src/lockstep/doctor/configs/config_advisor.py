@@ -22,6 +22,7 @@ from lockstep.doctor.configs.openrlhf_rules import judge_openrlhf
 from lockstep.doctor.configs.option_tables import option_table
 from lockstep.doctor.configs.shell_scripts import ShellWord
 from lockstep.doctor.configs.training_commands import (
+    TRL_COMMANDS,
     TrainingCommand,
     add_arguments,
     add_overrides,
@@ -344,13 +345,6 @@ def _trl_config(
             advice.unchecked(
                 "file-missing", f"{file} is not among the given files", f"also give --config {file}", location
             )
-    own_script = job.program.endswith(".py") and job.program.removesuffix(".py") not in (
-        "grpo",
-        "sft",
-        "dpo",
-        "kto",
-        "reward",
-        "rloo",
-        "dpo_online",
-    )
+    of_trl = (*TRL_COMMANDS, "dpo_online")
+    own_script = job.program.endswith(".py") and job.program.removesuffix(".py") not in of_trl
     return TRLConfig(program, merged, job.location, world_size, variables, settings, deepspeed, own_script)

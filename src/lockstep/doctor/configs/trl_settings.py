@@ -9,6 +9,7 @@ from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigLocati
 from lockstep.doctor.configs.option_tables import OptionSpec, OptionTable, option_table
 from lockstep.doctor.configs.shared_rules import judge_heads, judge_positions
 from lockstep.doctor.configs.shell_scripts import ShellWord
+from lockstep.doctor.configs.training_commands import TRL_COMMANDS
 
 ONLINE = ("grpo", "rloo")
 
@@ -60,8 +61,8 @@ def trl_program(name: str, settings: ConfigSettings) -> str:
     parts = stem.replace("-", "_").split("_")
     if "online" in parts and "dpo" in parts:
         return "online_dpo"
-    for program in ("grpo", "rloo", "sft", "dpo", "kto", "reward"):
-        if program in parts or stem == program:
+    for program in TRL_COMMANDS:
+        if program in parts:
             return program
     if "num_generations" in settings:
         return "grpo"
