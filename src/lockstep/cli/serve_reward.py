@@ -57,13 +57,11 @@ def command(
     """
     require_extra("serve", "lockstep serve-reward")
     from lockstep.base.network import listen
-    from lockstep.base.text import count_noun
     from lockstep.base.transport.run_token import reward_token_path
     from lockstep.config.model import ModelConfig
     from lockstep.report.warning_handler import WarningHandler
     from lockstep.run.trained_models.local_reward_model import LocalRewardModel
     from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, run_server
-    from lockstep.run.trained_models.server_connections import possible_connections
     from lockstep.train.rank_service import choose_device
 
     logging.getLogger().addHandler(WarningHandler(show_progress, logging.INFO))
@@ -82,12 +80,12 @@ def command(
         }
         show_progress(f"loading {model}")
         loaded = LocalRewardModel(ModelConfig.model_validate(settings), choose_device(device, 0), token_budget, threads)
-        connections = possible_connections(max_connections)
-        if connections < max_connections:
-            most = count_noun(connections, "connection")
-            show_note(f"{most} at most: the limit of open files (ulimit -Hn) allows no more")
-        body_bytes = int(max_body_mb * 2**20)
-        limits = ServerLimits(max_waiting, body_bytes, connections=connections, batch_tokens=4 * token_budget)
+        limits = ServerLimits(
+            max_waiting,
+            max_body_bytes=int(max_body_mb * 2**20),
+            connections=_connections(max_connections),
+            batch_tokens=4 * token_budget,
+        )
         server = RewardServer(loaded, name or model, secret, limits)
         listening = listen(host, (port, port))
     except (ValueError, RuntimeError, OSError) as error:
@@ -100,6 +98,18 @@ def command(
     address = f"{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     show_progress(f"serving {model} at http://{address}")
     run_server(server, listening)
+
+
+def _connections(wanted: int) -> int:
+    """The number of connections that the limit of open files allows, at most `wanted`. Says so if they are fewer."""
+    from lockstep.base.text import count_noun
+    from lockstep.run.trained_models.server_connections import possible_connections
+
+    possible = possible_connections(wanted)
+    if possible < wanted:
+        most = count_noun(possible, "connection")
+        show_note(f"{most} at most: the limit of open files (ulimit -Hn) allows no more")
+    return possible
 
 
 def _token(given: str | None) -> str:

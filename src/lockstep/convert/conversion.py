@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lockstep.base.secrets import HIDDEN, is_secret_name, redact, redact_text, secret_kind
+from lockstep.convert.inference_stages import split_stage
 from lockstep.convert.option_mapping import MappedOption, mapping_table
 from lockstep.convert.source_command import FRAMEWORKS, SourceCommand, known_value
 from lockstep.doctor.configs.config_settings import ConfigSetting, ConfigSettings
@@ -269,9 +270,9 @@ class Conversion:
         return self._written(self.given[name].name if name in self.given else self._default_name(name))
 
     def _written(self, name: str) -> str:
-        stage, of_stage, plain = name.rpartition(":") if self.source.rounds or self.source.served else ("", "", name)
+        stage, plain = split_stage(name)
         flag = f"--{plain}" if self.source.flags else plain
-        return redact_text(f"{stage} {flag}" if of_stage else flag)
+        return redact_text(f"{stage} {flag}" if stage else flag)
 
     def _default_name(self, name: str) -> str:
         row = self.row(name)

@@ -1,7 +1,8 @@
-"""Commands of OpenRLHF's `batch_inference` beside a training: one generates completions, one scores them and chooses
-among them, and the training learns from the chosen ones, round by round."""
+"""Commands beside a training that are converted with it: OpenRLHF's `batch_inference`, of which one generates
+completions, one scores them and chooses among them, and the training learns from the chosen ones, round by round; and
+TRL's server that generates for a training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.convert.errors import NotConvertible
@@ -14,12 +15,19 @@ INFERENCE = "openrlhf.cli.batch_inference"
 SERVER = "vllm-serve"
 """TRL's command for a server that generates for a training."""
 GENERATE, SCORE = "generate", "score"
+STAGES = (GENERATE, SCORE, SERVER)
 _CHOICES = ("iter_dpo", "rs")
 
 
 def stage_option(stage: str, name: str) -> str:
     """The name of an option of a stage, among those of the training."""
     return f"{stage}:{name}"
+
+
+def split_stage(name: str) -> tuple[str, str]:
+    """The stage of an option, "" for the training itself, and the option's name there."""
+    stage, _, plain = name.partition(":")
+    return (stage, plain) if stage in STAGES else ("", name)
 
 
 def chooses_completions(commands: Sequence[TrainingCommand]) -> bool:
@@ -34,7 +42,7 @@ def chooses_completions(commands: Sequence[TrainingCommand]) -> bool:
     return any(each in _CHOICES for each in choices)
 
 
-def stage_settings(commands: Sequence[TrainingCommand]) -> Iterator[ConfigSetting]:
+def inference_settings(commands: Sequence[TrainingCommand]) -> Iterator[ConfigSetting]:
     """The settings of generating and scoring. Raises NotConvertible unless there is one command for each."""
     stages: dict[str, TrainingCommand] = {}
     for command in commands:
@@ -47,14 +55,33 @@ def stage_settings(commands: Sequence[TrainingCommand]) -> Iterator[ConfigSettin
     if absent := {GENERATE, SCORE} - stages.keys():
         raise NotConvertible(f"no batch_inference beside the training {' and '.join(sorted(absent))}s completions")
     for stage, command in stages.items():
-        for setting in _arguments(command):
-            yield replace(setting, name=stage_option(stage, setting.name))
+        yield from _settings_of(stage, _arguments(command))
 
 
-def stage_options() -> dict[str, OptionSpec]:
-    """The options of both stages, under their names there."""
+def inference_options() -> dict[str, OptionSpec]:
+    """The options of generating and scoring."""
     known = option_table("openrlhf", INFERENCE).options
-    return {stage_option(stage, name): option for stage in (GENERATE, SCORE) for name, option in known.items()}
+    return _options_of(GENERATE, known) | _options_of(SCORE, known)
+
+
+def server_settings(command: TrainingCommand) -> Iterator[ConfigSetting]:
+    """The settings of a server."""
+    settings = ConfigSettings()
+    add_arguments(settings, command.words, option_table("trl", SERVER).options)
+    return _settings_of(SERVER, settings)
+
+
+def server_options() -> dict[str, OptionSpec]:
+    """The options of a server."""
+    return _options_of(SERVER, option_table("trl", SERVER).options)
+
+
+def _settings_of(stage: str, settings: Iterable[ConfigSetting]) -> Iterator[ConfigSetting]:
+    return (replace(each, name=stage_option(stage, each.name)) for each in settings)
+
+
+def _options_of(stage: str, options: Mapping[str, OptionSpec]) -> dict[str, OptionSpec]:
+    return {stage_option(stage, name): option for name, option in options.items()}
 
 
 def _arguments(command: TrainingCommand) -> ConfigSettings:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from lockstep.convert.inference_stages import split_stage
 from lockstep.convert.option_mapping import MappedOption, mapping_table
 from lockstep.convert.source_command import FRAMEWORKS
 
@@ -37,10 +38,9 @@ def _options(rows: Sequence[MappedOption], framework: str) -> str:
 
 def _option(name: str, dashes: str) -> str:
     """A name as it is written, after the stage of the script that it belongs to."""
-    stage, of_stage, plain = name.partition(":")
-    if not of_stage:
-        return f"`{dashes}{name.removeprefix('actor_rollout_ref.')}`"
-    return f"{stage} `{dashes}{plain}`"
+    stage, plain = split_stage(name)
+    shown = f"`{dashes}{plain.removeprefix('actor_rollout_ref.')}`"
+    return f"{stage} {shown}" if stage else shown
 
 
 def _fields(row: MappedOption) -> str:

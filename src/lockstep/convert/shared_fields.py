@@ -302,6 +302,14 @@ def set_ranks(conv: Conversion, nodes: int, per_node: int, *names: str) -> int:
     return nodes * per_node
 
 
+def set_launcher_ranks(conv: Conversion) -> None:
+    """Sets `trainer.ranks` to the processes that the launcher starts; one, and to be set, if that is not known."""
+    known = conv.facts.ranks or conv.source.ranks
+    if known is None:
+        conv.need("trainer.ranks", "the launcher's number of GPUs is not in the source: give --ranks N, or set it")
+    conv.put("trainer.ranks", known or 1, keep=True)
+
+
 def divide_step(conv: Conversion, total: int, group: int, size: int, *names: str) -> int:
     """Sets `minibatch_size` to completions per optimizer step; returns the optimizer steps of one pass.
 

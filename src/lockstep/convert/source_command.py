@@ -1,7 +1,7 @@
 """Reads what a script, a command line or a YAML file of another framework trains, and executes nothing."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +12,10 @@ from lockstep.convert.inference_stages import (
     INFERENCE,
     SERVER,
     chooses_completions,
-    stage_option,
-    stage_options,
-    stage_settings,
+    inference_options,
+    inference_settings,
+    server_options,
+    server_settings,
 )
 from lockstep.convert.refused_programs import check_convertible
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
@@ -71,7 +72,8 @@ class SourceCommand:
     """`openrlhf.cli.train_sft`, `verl.trainer.main_ppo`, `grpo`, ..."""
     settings: ConfigSettings
     options: Mapping[str, OptionSpec]
-    """The options of the program, with the defaults of the version that the settings fit."""
+    """The options of the program, with the defaults of the version that the settings fit. Those of commands beside it
+    are called `STAGE:NAME`, such as `vllm-serve:port`."""
     location: ConfigLocation
     ranks: int | None = None
     """Number of processes that the launcher starts; None if it is not given."""
@@ -84,11 +86,8 @@ class SourceCommand:
     """Whether the program is the user's own script."""
     flags: bool = True
     """Whether the settings are written as flags (`--name`)."""
-    served: bool = False
-    """Whether `trl vllm-serve` generates for it. Its options are called `vllm-serve:NAME`."""
     rounds: bool = False
-    """Whether the training is one part of a script that generates and scores completions before it, round by round. The
-    options of the other parts are called `generate:NAME` and `score:NAME`."""
+    """Whether the training is one part of a script that generates and scores completions before it, round by round."""
 
 
 def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceCommand:
@@ -109,7 +108,7 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
         first, _ = _read_document(given, certain=False)  # what a condition changes has its value of the first round
         jobs, beside = _trainings(framework, find_training_commands(first.commands))
     if not jobs:
-        served = framework == "trl" and any(job.framework == "vllm-serve" for job in found)
+        served = framework == "trl" and any(job.framework == SERVER for job in found)
         serves = ", only a server: a run starts its engines itself" if served else ""
         raise NotConvertible(f"{_shown(document.file)}: it starts no training of {FRAMEWORKS[framework]}{serves}")
     if len(jobs) > 1:
@@ -124,9 +123,11 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     if not source.settings.given:
         raise NotConvertible(f"{jobs[0].location}: {jobs[0].program} is given no option")
     if rounds:
-        _add_stages(source, beside)
-    if framework == "trl":
-        _add_server(source, [job for job in found if job.framework == SERVER])
+        _add_stages(source, inference_settings(beside), inference_options())
+        source.rounds = True
+    servers = [job for job in found if job.framework == SERVER]
+    if framework == "trl" and len(servers) == 1:
+        _add_stages(source, server_settings(servers[0]), server_options())
     return source
 
 
@@ -144,23 +145,11 @@ def _read_document(given: Sequence[str], certain: bool) -> tuple[ConfigDocument,
     return parse_config(text, f"{COMMAND_LINE}.sh", certain=certain), Path()
 
 
-def _add_server(source: SourceCommand, servers: Sequence[TrainingCommand]) -> None:
-    """Adds the options of the server that generates for the training."""
-    if len(servers) != 1:
-        return
-    options, settings = option_table("trl", SERVER).options, ConfigSettings()
-    add_arguments(settings, servers[0].words, options)
+def _add_stages(source: SourceCommand, settings: Iterable[ConfigSetting], options: Mapping[str, OptionSpec]) -> None:
+    """Adds the settings and the options of commands beside the training."""
     for setting in settings:
-        source.settings.add(replace(setting, name=stage_option(SERVER, setting.name)))
-    added = {stage_option(SERVER, name): option for name, option in options.items()}
-    source.options, source.served = {**source.options, **added}, True
-
-
-def _add_stages(source: SourceCommand, commands: Sequence[TrainingCommand]) -> None:
-    """Adds the commands that generate and score completions for the training."""
-    for setting in stage_settings(commands):
         source.settings.add(setting)
-    source.options, source.rounds = {**source.options, **stage_options()}, True
+    source.options = {**source.options, **options}
 
 
 def _trainings(

@@ -38,6 +38,11 @@ class Prompt:
     files: list[str] = field(default_factory=list)
     """Files that belong to the prompt, such as images, by path or address; in the order in which it refers to them."""
 
+    @property
+    def scored_conversation(self) -> list[dict[str, Any]] | None:
+        """The conversation that reward models read; None if the prompt is text."""
+        return self.conversation or self.messages
+
 
 @dataclass(slots=True)
 class Episode:

@@ -51,14 +51,18 @@ class ScoredTextWriter:
     def __init__(self, tokenizer: "Tokenizer", chat: bool = False, end: str = "eos") -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, end
 
+    def is_chat(self, prompt: Prompt) -> bool:
+        """Whether the chat template writes the text of a prompt, with its special tokens."""
+        return self._chat or prompt.scored_conversation is not None
+
     def text(self, prompt: Prompt, sample: RewardSample) -> tuple[str, bool]:
         """Returns the text, without the end-of-sequence token of plain text, and whether it is a conversation.
 
         Raises:
             BadReward: the reward model has no chat template for it, or the template refuses it.
         """
-        messages = prompt.conversation or prompt.messages
-        if messages is None and not self._chat:
+        messages = prompt.scored_conversation
+        if not self.is_chat(prompt):
             return prompt.text + _plain_completion(sample), False
         if not self._tokenizer.chat_template:
             name = self._tokenizer.name_or_path
@@ -70,10 +74,10 @@ class ScoredTextWriter:
             text = text.rstrip()
         return text, True
 
-    def ended_text(self, prompt: Prompt, sample: RewardSample) -> tuple[str, bool]:
-        """The same with the end-of-sequence token of plain text."""
+    def ended_text(self, prompt: Prompt, sample: RewardSample) -> str:
+        """Returns the text, with the end-of-sequence token also of plain text. Raises BadReward as `text` does."""
         text, chat = self.text(prompt, sample)
-        return text if chat else f"{text}{self._tokenizer.eos_token}", chat
+        return text if chat else f"{text}{self._tokenizer.eos_token}"
 
     def tokens(self, pairs: Sequence[tuple[Prompt, RewardSample]]) -> list[np.ndarray]:
         """Returns the tokens of each text, int32 `[tokens]`. Plain text begins with the tokenizer's

@@ -65,8 +65,7 @@ class ModelServerTerm(HttpTerm):
 
     def _is_chat(self, prompt: Prompt) -> bool:
         """Whether a chat template writes the text, with its special tokens."""
-        conversation = prompt.conversation is not None or prompt.messages is not None
-        return conversation or (self._writer is not None and self._reward.chat)
+        return prompt.scored_conversation is not None if self._writer is None else self._writer.is_chat(prompt)
 
     def _payload(self, part: ScoringBatch) -> dict[str, Any]:
         queries = query_batch(part)
@@ -86,7 +85,7 @@ class ModelServerTerm(HttpTerm):
         written = []
         for position, pair in enumerate(part.pairs()):
             try:
-                written.append(self._writer.ended_text(*pair)[0])
+                written.append(self._writer.ended_text(*pair))
             except BadReward as error:
                 error.position = position
                 raise

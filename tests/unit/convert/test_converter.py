@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from converted_fields import left, values
 
 from lockstep.config.loader import load_config
 from lockstep.convert.conversion import ConversionFacts
@@ -29,20 +30,6 @@ def converted(name: str, facts: ConversionFacts = ROWS) -> ConvertedConfig:
 
 def from_command(framework: SourceFramework, text: str, rows: int | None = None, ranks: int | None = None) -> Any:
     return convert(framework, [text], ConversionFacts(rows, ranks))
-
-
-def values(config: ConvertedConfig, *paths: str) -> dict[str, Any]:
-    found = {}
-    for path in paths:
-        section: Any = yaml.safe_load(config.text)
-        for part in path.split("."):
-            section = section.get(part) if isinstance(section, dict) else None
-        found[path] = section
-    return found
-
-
-def left(config: ConvertedConfig) -> set[str]:
-    return {each.name for each in config.of_kind("unsupported", "unknown")}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)

@@ -3,19 +3,16 @@
 from pathlib import Path
 
 import pytest
+from converted_fields import left
 
 from lockstep.convert.conversion import ConversionFacts
-from lockstep.convert.converter import ConvertedConfig, convert
+from lockstep.convert.converter import convert
 from lockstep.convert.errors import NotConvertible
 from lockstep.convert.source_command import read_source
 
 SFT = "--model_name_or_path m --dataset_name d --max_steps 10 --completion_only_loss True"
 VERL = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=d"
 VERL += " actor_rollout_ref.model.path=m custom_reward_function.path=r.py actor_rollout_ref.rollout.n=8"
-
-
-def left(config: ConvertedConfig) -> set[str]:
-    return {each.name for each in config.of_kind("unsupported", "unknown")}
 
 
 @pytest.mark.parametrize(

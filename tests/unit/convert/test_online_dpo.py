@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-import yaml
+from converted_fields import left, value
 
 from lockstep.convert.conversion import ConversionFacts
 from lockstep.convert.converter import ConvertedConfig, convert
@@ -13,17 +13,6 @@ TRL = "accelerate launch --num_processes 4 dpo_online.py --model_name_or_path m 
 
 def converted(options: str, program: str = TRL) -> ConvertedConfig:
     return convert("trl", [f"{program} {options}"], ConversionFacts(rows=1000))
-
-
-def value(config: ConvertedConfig, path: str) -> Any:
-    section: Any = yaml.safe_load(config.text)
-    for part in path.split("."):
-        section = section.get(part) if isinstance(section, dict) else None
-    return section
-
-
-def left(config: ConvertedConfig) -> set[str]:
-    return {each.name for each in config.of_kind("unsupported", "unknown")}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from lockstep.config.loader import dotted_keys
 from lockstep.config.other_frameworks import ABSENT_KEYS, QUALIFIED_KEYS, RENAMED_KEYS
 from lockstep.config.recipes import RECIPES
-from lockstep.convert.inference_stages import INFERENCE, SERVER, stage_options
+from lockstep.convert.inference_stages import INFERENCE, inference_options, server_options
 from lockstep.convert.option_mapping import mapping_table
 from lockstep.doctor.configs.option_tables import option_programs, option_table
 from lockstep.doctor.configs.training_commands import TRL_COMMANDS
@@ -19,9 +19,9 @@ PROGRAMS = [
         for each in option_programs("openrlhf")
         if each != INFERENCE
     ],
-    ("openrlhf", "openrlhf.cli.train_dpo", frozenset(stage_options())),
+    ("openrlhf", "openrlhf.cli.train_dpo", frozenset(inference_options())),
     *[("verl", each, frozenset(option_table("verl", each).options)) for each in option_programs("verl")],
-    ("trl", "grpo", frozenset(f"{SERVER}:{each}" for each in option_table("trl", SERVER).options)),
+    ("trl", "grpo", frozenset(server_options())),
     *[("trl", program, frozenset(trl_options(program))) for program in (*TRL_COMMANDS, "online_dpo")],
 ]  # fmt: skip
 

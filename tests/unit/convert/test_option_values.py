@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-import yaml
+from converted_fields import left, value
 
 from lockstep.convert.conversion import ConversionFacts
 from lockstep.convert.converter import ConvertedConfig, convert
@@ -22,17 +22,6 @@ COMMANDS = {
 def from_options(kind: str, options: str, rows: int | None = 10_240, ranks: int | None = 1) -> ConvertedConfig:
     framework: SourceFramework = kind if kind in ("openrlhf", "verl") else "trl"  # type: ignore[assignment]
     return convert(framework, [f"{COMMANDS[kind]} {options}"], ConversionFacts(rows, ranks))
-
-
-def value(config: ConvertedConfig, path: str) -> Any:
-    section: Any = yaml.safe_load(config.text)
-    for part in path.split("."):
-        section = section.get(part) if isinstance(section, dict) else None
-    return section
-
-
-def left(config: ConvertedConfig) -> set[str]:
-    return {each.name for each in config.of_kind("unsupported", "unknown")}
 
 
 ACTOR, BUFFER = "actor_rollout_ref.actor", "reward_model.overlong_buffer"

@@ -2,10 +2,9 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from converted_fields import left, values
 
 from lockstep.config.loader import check_config
 from lockstep.convert.conversion import ConversionFacts
@@ -22,20 +21,6 @@ TRAIN += " --input_key input --output_key output --train_batch_size 64 --max_epo
 
 def converted(*commands: str) -> ConvertedConfig:
     return convert("openrlhf", ["\n".join(commands)], ConversionFacts())
-
-
-def values(config: ConvertedConfig, *paths: str) -> dict[str, Any]:
-    found = {}
-    for path in paths:
-        section: Any = yaml.safe_load(config.text)
-        for part in path.split("."):
-            section = section.get(part) if isinstance(section, dict) else None
-        found[path] = section
-    return found
-
-
-def left(config: ConvertedConfig) -> set[str]:
-    return {each.name for each in config.of_kind("unsupported", "unknown")}
 
 
 def test_iterative_dpo() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-import yaml
+from converted_fields import left, value
 
 from lockstep.config.loader import check_config
 from lockstep.convert.conversion import ConversionFacts
@@ -16,17 +16,6 @@ ACTOR = "actor_rollout_ref.actor"
 
 def converted(options: str, command: str = GRPO) -> ConvertedConfig:
     return convert("verl", [f"{command} {options}"], ConversionFacts(rows=10_240))
-
-
-def value(config: ConvertedConfig, path: str) -> Any:
-    section: Any = yaml.safe_load(config.text)
-    for part in path.split("."):
-        section = section.get(part) if isinstance(section, dict) else None
-    return section
-
-
-def left(config: ConvertedConfig) -> set[str]:
-    return {each.name for each in config.of_kind("unsupported", "unknown")}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """verl's supervised fine-tuning, of both trainers, becomes `recipe: sft`."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from converted_fields import left, values
 
 from lockstep.convert.conversion import ConversionFacts
 from lockstep.convert.converter import ConvertedConfig, convert
@@ -17,20 +16,6 @@ NEWER += " trainer.experiment_name=e trainer.logger=console"
 
 def converted(command: str, rows: int | None = 7473) -> ConvertedConfig:
     return convert("verl", [command], ConversionFacts(rows))
-
-
-def values(config: ConvertedConfig, *paths: str) -> dict[str, Any]:
-    found = {}
-    for path in paths:
-        section: Any = yaml.safe_load(config.text)
-        for part in path.split("."):
-            section = section.get(part) if isinstance(section, dict) else None
-        found[path] = section
-    return found
-
-
-def left(config: ConvertedConfig) -> set[str]:
-    return {each.name for each in config.of_kind("unsupported", "unknown")}
 
 
 def test_the_older_trainer() -> None:

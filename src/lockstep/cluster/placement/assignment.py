@@ -56,13 +56,15 @@ class DoesNotFit(PicklableError, PlacementError):
         bundle: a bundle that fits on no node.
         why: the reason, as a sentence.
         largest: the node with the most GPUs, or CPUs, whichever the bundle needs.
-        alternatives: settings with which the run would fit.
+        alternatives: settings with which the run would fit; None for processes of a run that has begun.
     """
 
-    def __init__(self, bundle: Bundle, why: str, largest: NodeResources | None, alternatives: Sequence[str]) -> None:
+    def __init__(
+        self, bundle: Bundle, why: str, largest: NodeResources | None, alternatives: Sequence[str] | None
+    ) -> None:
         would = "Would fit: " + ", or ".join(alternatives) if alternatives else "No smaller number of processes fits"
-        super().__init__(f"{why}. {would}")
-        self.bundle, self.why, self.largest, self.alternatives = bundle, why, largest, tuple(alternatives)
+        super().__init__(why if alternatives is None else f"{why}. {would}")
+        self.bundle, self.why, self.largest, self.alternatives = bundle, why, largest, tuple(alternatives or ())
 
 
 class NodesBusy(PicklableError, PlacementError):
@@ -171,7 +173,7 @@ def assign(
         make_bundles(requests, placement, complete),
         placement,
         nodes,
-        lambda: _find_suggestions(requests, placement, nodes, loads),
+        lambda: _find_suggestions(requests, placement, nodes, loads) if complete else None,
     )
 
 
@@ -184,7 +186,7 @@ def _assign_bundles(
     bundles: Sequence[Bundle],
     placement: PlacementConfig,
     nodes: Sequence[NodeResources],
-    alternatives: Callable[[], Sequence[str]],
+    alternatives: Callable[[], Sequence[str] | None],
 ) -> Assignment:
     spread = placement.strategy == "spread"
     order = sorted(
@@ -259,13 +261,13 @@ def _does_not_fit(
     kinds: Sequence[BundleKind],
     nodes: Sequence[NodeResources],
     rooms: list[SizeVector],
-    alternatives: Sequence[str],
+    alternatives: Sequence[str] | None,
 ) -> DoesNotFit:
     too_large = [group[0] for group, kind in zip(groups, kinds, strict=True) if not _fits_alone(kind, rooms)]
     bundle = too_large[0] if too_large else _unplaced(groups, kinds, rooms, False)[0]
     largest = max(nodes, key=lambda node: (node.gpus, node.cpus) if bundle.gpus else (node.cpus, 0), default=None)
     if largest is None:
-        return DoesNotFit(bundle, f"{bundle.title()} needs {bundle.needs()}, and no node is alive", None, ())
+        return DoesNotFit(bundle, f"{bundle.title()} needs {bundle.needs()}, and no node is alive", None, alternatives)
     short = any(kind.size[2] for kind in kinds)
     gpus_matter = any(kind.size[0] for kind in kinds) or any(node.gpus for node in nodes)
     has = _format_resources(largest.gpus if gpus_matter else None, largest.cpus, largest.memory if short else 0)
@@ -277,8 +279,9 @@ def _does_not_fit(
     known = sum(node.memory for node in nodes) if memory else 0
     total = sum(node.gpus for node in nodes) if gpus_matter else None
     all_have = _format_resources(total, sum(node.cpus for node in nodes), known)
+    needs = "they need" if alternatives is None else "the run needs"
     why = (
-        f"{bundle.title()} ({bundle.needs()}) does not fit beside the others: the run needs {needed} in all, and "
+        f"{bundle.title()} ({bundle.needs()}) does not fit beside the others: {needs} {needed} in all, and "
         f"{len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} {all_have}, the largest ({largest.name}) {has}"
     )
     return DoesNotFit(bundle, why, largest, alternatives)

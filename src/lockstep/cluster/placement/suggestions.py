@@ -17,6 +17,8 @@ Change = dict[str, Any]
 FitCheck = Callable[[Sequence[ProcessRequest], PlacementConfig], bool]
 LoadCheck = Callable[[Sequence[str]], bool]
 """Whether a run's config is valid with these overrides (`field=value`)."""
+Search = Callable[[list[ProcessRequest], PlacementConfig, FitCheck], Iterator[Change]]
+"""Finds changes of one kind with which the run would fit, the smallest first."""
 
 MAX_SUGGESTIONS = 4
 """Largest number of suggestions."""
@@ -29,6 +31,11 @@ def suggest_placements(
     loads: LoadCheck = lambda overrides: True,
 ) -> list[str]:
     """Settings with each of which the run would fit and its config is valid; a single change if one is enough."""
+
+    def first(look: Search) -> list[str]:
+        changes = (each for each in look(list(requests), placement, fits) if loads(_overrides(each)))
+        return [_format_change(each) for each in islice(changes, 1)]
+
     found: list[str] = []
     for look in (
         _suggest_colocation,
@@ -39,13 +46,11 @@ def suggest_placements(
         _suggest_any_nodes,
         _suggest_fewer_cores,
         _suggest_fewer_scorers,
-        _suggest_halving,
     ):
-        if len(found) == MAX_SUGGESTIONS or (found and look is _suggest_halving):
+        if len(found) == MAX_SUGGESTIONS:
             break
-        changes = (each for each in look(list(requests), placement, fits) if loads(_overrides(each)))
-        found += [_format_change(each) for each in islice(changes, 1)]
-    return found
+        found += first(look)
+    return found or first(_suggest_halving)
 
 
 def _overrides(change: Change) -> list[str]:
@@ -124,6 +129,7 @@ def _suggest_fewer_processes(
         return
     engines = processes_of(requests, "rollout") if role == "policy" and placement.shared else []
     fields = {name: processes_of(requests, name)[0].counted_by for name in names}
+    sections = {section_of_role(name): name for name in names}
 
     def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
         fewer = list(requests)
@@ -131,7 +137,6 @@ def _suggest_fewer_processes(
             fewer = _keep_first(fewer, name, count)
         if engines:  # an engine uses its ranks' GPUs
             fewer = _keep_first(fewer, "rollout", min(len(engines), count // max(engines[0].gpus, 1)))
-        sections = {section_of_role(name): name for name in names}
         nodes = {
             section: _on_fewer_nodes(getattr(placement, section), name, requests, count)
             for section, name in sections.items()
@@ -146,7 +151,7 @@ def _suggest_fewer_processes(
             return
         if engines and kept < len(engines):
             change["rollout.engine.count"] = kept
-        for section in dict.fromkeys(section_of_role(name) for name in names):
+        for section in sections:
             nodes = getattr(on_nodes, section).nodes
             if nodes != getattr(placement, section).nodes:
                 change[f"placement.{section}.nodes"] = nodes
@@ -175,18 +180,23 @@ def _on_fewer_nodes(role: RolePlacement, name: str, requests: Sequence[ProcessRe
 def _suggest_any_nodes(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[Change]:
     """Removes limits on the number of nodes."""
     for names in _placed_roles(requests):
-        roles = {name: getattr(placement, name) for name in names}
-        fields = [
-            f"placement.{name}.{field}"
-            for name, role in roles.items()
-            for field in ("nodes", "gpus_per_node")
-            if getattr(role, field) is not None
-        ]
-        if not fields:
-            continue
-        open_ = {name: role.model_copy(update={"nodes": None, "gpus_per_node": None}) for name, role in roles.items()}
-        if fits(requests, placement.model_copy(update=open_)):
-            yield dict.fromkeys(fields)
+        change, unlimited = _without_limits(placement, names)
+        if change and fits(requests, unlimited):
+            yield change
+
+
+def _without_limits(placement: PlacementConfig, sections: Sequence[str]) -> tuple[Change, PlacementConfig]:
+    """The fields of these sections that limit the number of nodes, to be left out, and the placement without them."""
+    limits = [
+        (section, field)
+        for section in sections
+        for field in ("nodes", "gpus_per_node")
+        if getattr(getattr(placement, section), field) is not None
+    ]
+    for section, field in limits:
+        role = getattr(placement, section).model_copy(update={field: None})
+        placement = placement.model_copy(update={section: role})
+    return {f"placement.{section}.{field}": None for section, field in limits}, placement
 
 
 def _suggest_fewer_cores(
@@ -215,16 +225,7 @@ def _suggest_fewer_scorers(
 def _suggest_halving(requests: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[Change]:
     """Halves all counts and the engines' width repeatedly, without limits on the number of nodes."""
     names = [name for name in PLACED_ROLES if any(each.section == name for each in requests)]
-    limits: Change = {
-        f"placement.{name}.{field}": None
-        for name in names
-        for field in ("nodes", "gpus_per_node")
-        if getattr(getattr(placement, name), field) is not None
-    }
-    any_number = {"nodes": None, "gpus_per_node": None}
-    placement = placement.model_copy(
-        update={name: getattr(placement, name).model_copy(update=any_number) for name in names}
-    )
+    limits, placement = _without_limits(placement, names)
     fields = {each.role: each.counted_by for each in requests}
     initial = {role: len(processes_of(requests, role)) for role in fields}
     counts, width = dict(initial), max((each.gpus for each in requests if each.role == "rollout"), default=0)

@@ -97,10 +97,7 @@ def _set_batches(conv: Conversion) -> None:
     steps = None if rows is None else math.ceil(epochs * max(1, rows // batch))
     updates = fields.set_steps(conv, steps, "train.max_epochs", "train.batch_size")
     set_openrlhf_schedule(conv, updates)
-    if conv.facts.ranks is not None or conv.source.ranks is not None:
-        conv.put("trainer.ranks", conv.facts.ranks or conv.source.ranks, keep=True)
-    else:
-        conv.need("trainer.ranks", "the launcher's number of GPUs is not in the source: give --ranks N, or set it")
+    fields.set_launcher_ranks(conv)
 
 
 def _set_sft(conv: Conversion) -> None:

@@ -25,7 +25,8 @@ def convert_rounds(conv: Conversion) -> str:
         raise NotConvertible(f"--post_processor {choice} chooses completions for {expected}, not for {program}")
     conv.note("a round becomes a step, and a value that changes from round to round is that of the first")
     _set_prompts(conv)
-    _set_ranks(conv)
+    fields.set_launcher_ranks(conv)
+    conv.put("placement.colocate", "all", default=True, keep=True)  # the programs of a round use the same GPUs in turns
     _set_lengths(conv)
     _set_batches(conv)
     _set_engine(conv)
@@ -53,14 +54,6 @@ def _set_prompts(conv: Conversion) -> None:
     if conv.has(_generate("max_samples")):
         conv.put("data.limit", conv.count(_generate("max_samples"), 1), _generate("max_samples"))
     conv.put("data.overlong", "drop", default=True)
-
-
-def _set_ranks(conv: Conversion) -> None:
-    known = conv.facts.ranks or conv.source.ranks
-    if known is None:
-        conv.need("trainer.ranks", "the launcher's number of GPUs is not in the source: give --ranks N, or set it")
-    conv.put("trainer.ranks", known or 1, keep=True)
-    conv.put("placement.colocate", "all", default=True, keep=True)  # the programs of a round use the same GPUs in turns
 
 
 def _set_lengths(conv: Conversion) -> None:

@@ -7,9 +7,15 @@ from lockstep.convert.conversion import Conversion, typed_value
 from lockstep.convert.critic_fields import PPO, set_verl_critic
 from lockstep.convert.errors import NotConvertible
 from lockstep.convert.source_command import SFT_PROGRAMS
+from lockstep.convert.verl.verl_fields import (
+    set_verl_limit,
+    set_verl_model,
+    set_verl_replicas,
+    set_verl_steps,
+    set_verl_tracking,
+)
 from lockstep.convert.verl.verl_rewards import place_reward_model, set_verl_rewards
 from lockstep.convert.verl.verl_sft import convert_verl_sft
-from lockstep.convert.verl.verl_tracking import set_verl_tracking
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -21,7 +27,7 @@ def convert_verl(conv: Conversion) -> str:
     if conv.source.program in SFT_PROGRAMS:
         return convert_verl_sft(conv)
     recipe = _set_advantage(conv)
-    _set_model(conv)
+    set_verl_model(conv, _MODEL, f"{_ACTOR}.fsdp_config.dtype")
     _set_data(conv)
     ranks = _set_placement(conv)
     updates = _set_batches(conv, ranks)
@@ -59,24 +65,10 @@ def _set_advantage(conv: Conversion) -> str:
     return "grpo"
 
 
-def _set_model(conv: Conversion) -> None:
-    fields.set_model_path(conv, f"{_MODEL}.path")
-    others = {"lora_alpha": f"{_MODEL}.lora_alpha", "target_modules": f"{_MODEL}.target_modules"}
-    others["path"] = f"{_MODEL}.lora_adapter_path"
-    fields.set_adapter(conv, f"{_MODEL}.lora_rank", others, f"{_MODEL}.lora.dropout", exact=False)
-    dtype = f"{_ACTOR}.fsdp_config.dtype"
-    if conv.has(dtype):
-        kinds = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
-        conv.put("model.dtype", kinds.get(conv.text(dtype) or "", "float32"), dtype)
-
-
 def _set_data(conv: Conversion) -> None:
     fields.set_data(conv, "data.train_files")
     conv.put("data.format", "verl", default=True)
-    limit = conv.integer("data.train_max_samples")
-    if limit is not None and limit > 0:
-        conv.put("data.limit", limit, "data.train_max_samples")
-    conv.drop("data.train_max_samples", "all rows are used")
+    set_verl_limit(conv)
     if conv.on("data.filter_overlong_prompts"):
         conv.put("data.overlong", "drop", "data.filter_overlong_prompts")
         conv.drop("data.truncation", "longer prompts are dropped")
@@ -104,10 +96,7 @@ def _set_placement(conv: Conversion) -> int:
         conv.put("cluster.device", device if device in ("cpu", "cuda") else "auto", "trainer.device")
         if device not in ("cpu", "cuda"):
             conv.refuse("trainer.device", "devices are cpu and cuda")
-    size = conv.integer(f"{_ACTOR}.fsdp_config.fsdp_size") or -1
-    if 0 < size < ranks and ranks % size == 0:
-        conv.put("trainer.replicas", ranks // size, f"{_ACTOR}.fsdp_config.fsdp_size")
-    conv.drop(f"{_ACTOR}.fsdp_config.fsdp_size", "parameters are sharded over all ranks")
+    set_verl_replicas(conv, ranks, f"{_ACTOR}.fsdp_config.fsdp_size")
     _set_variables(conv)
     return ranks
 
@@ -146,17 +135,7 @@ def _set_batches(conv: Conversion, ranks: int) -> int:
     updates = fields.divide_step(conv, prompts * group, group, conv.count(mini, 256) * group, mini)
     updates *= conv.count(f"{_ACTOR}.ppo_epochs", 1)
     _set_lengths(conv, ranks)
-    total, rows = conv.integer("trainer.total_training_steps"), conv.facts.rows
-    limit = conv.integer("data.train_max_samples") or -1
-    if total:
-        conv.put("steps", total, "trainer.total_training_steps", keep=True)
-        conv.drop("trainer.total_epochs", "trainer.total_training_steps takes its place")
-        steps = total
-    else:
-        rows = min(rows, limit) if rows is not None and limit > 0 else rows
-        epochs = conv.count("trainer.total_epochs", 1)
-        per_epoch = None if rows is None else max(1, rows // prompts)
-        steps = fields.set_steps(conv, None if per_epoch is None else per_epoch * epochs, "trainer.total_epochs")
+    steps, _ = set_verl_steps(conv, prompts, epochs=1)
     optim = f"{_ACTOR}.optim"
     warmup = [f"{optim}.lr_warmup_steps", f"{optim}.lr_warmup_steps_ratio"]
     if conv.number(warmup[0]) == 0:  # verl looks at the ratio only if it is negative

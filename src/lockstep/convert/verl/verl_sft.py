@@ -3,16 +3,22 @@
 
 from lockstep.convert import shared_fields as fields
 from lockstep.convert.conversion import Conversion
-from lockstep.convert.verl.verl_tracking import set_verl_tracking
+from lockstep.convert.verl.verl_fields import (
+    set_verl_limit,
+    set_verl_model,
+    set_verl_replicas,
+    set_verl_steps,
+    set_verl_tracking,
+)
 
 _RATIO, _WARMUP = "optim.lr_warmup_steps_ratio", "optim.lr_warmup_steps"
-_VAL, _SPLITS = "data.val_files", ("data.train_max_samples", "data.val_max_samples")
+_VAL, _VAL_LIMIT = "data.val_files", "data.val_max_samples"
 
 
 def convert_verl_sft(conv: Conversion) -> str:
     """Sets the fields of a supervised fine-tuning; returns the recipe."""
     older = conv.source.program.endswith("fsdp_sft_trainer")
-    _set_model(conv)
+    set_verl_model(conv, "model", "engine.dtype")
     _set_data(conv, older)
     _set_ranks(conv)
     _set_lengths(conv)
@@ -23,22 +29,9 @@ def convert_verl_sft(conv: Conversion) -> str:
     return "sft"
 
 
-def _set_model(conv: Conversion) -> None:
-    fields.set_model_path(conv, "model.path")
-    others = {"lora_alpha": "model.lora_alpha", "target_modules": "model.target_modules"}
-    others["path"] = "model.lora_adapter_path"
-    fields.set_adapter(conv, "model.lora_rank", others, "model.lora.dropout", exact=False)
-    kinds = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
-    if conv.has("engine.dtype"):
-        conv.put("model.dtype", kinds.get(conv.text("engine.dtype") or "", "float32"), "engine.dtype")
-
-
 def _set_data(conv: Conversion, older: bool) -> None:
     fields.set_data(conv, "data.train_files")
-    limit = conv.integer(_SPLITS[0])
-    if limit is not None and limit > 0:
-        conv.put("data.limit", limit, _SPLITS[0])
-    conv.drop(_SPLITS[0], "all rows are used")
+    set_verl_limit(conv)
     if not older or conv.on("data.multiturn.enable"):
         used = ["data.multiturn.enable"] if older else []
         conv.put("data.format", "messages", "data.messages_key", *used, keep=True)
@@ -75,16 +68,10 @@ def _set_ranks(conv: Conversion) -> None:
     elif known is None and conv.has(sizes[1]):
         conv.put("trainer.ranks", conv.count(sizes[0], 1) * conv.count(sizes[1], 1), *sizes, keep=True)
     else:
-        if known is None:
-            conv.need("trainer.ranks", "the launcher's number of GPUs is not in the source: give --ranks N, or set it")
-        conv.put("trainer.ranks", known or 1, keep=True)
+        fields.set_launcher_ranks(conv)
     for name in sizes:
         conv.drop(name, "the launcher's number of processes counts, as in verl")
-    ranks = int(conv.fields["trainer.ranks"].value)
-    size = conv.integer("engine.fsdp_size") or -1
-    if 0 < size < ranks and ranks % size == 0:
-        conv.put("trainer.replicas", ranks // size, "engine.fsdp_size")
-    conv.drop("engine.fsdp_size", "parameters are sharded over all ranks")
+    set_verl_replicas(conv, int(conv.fields["trainer.ranks"].value), "engine.fsdp_size")
 
 
 def _set_lengths(conv: Conversion) -> None:
@@ -106,19 +93,11 @@ def _set_steps(conv: Conversion, older: bool) -> int | None:
     """Sets batch, steps and schedule; returns the steps of an epoch if they are known."""
     batch = conv.count("data.train_batch_size", 256)
     conv.put("batch_size", batch, "data.train_batch_size")
-    rows, limit = conv.facts.rows, conv.integer(_SPLITS[0]) or -1
-    rows = min(rows, limit) if rows is not None and limit > 0 else rows
-    per_epoch = None if rows is None else max(1, rows // batch)
-    total, epochs = conv.integer("trainer.total_training_steps"), conv.count("trainer.total_epochs", 4)
-    if total:
-        conv.put("steps", total, "trainer.total_training_steps", keep=True)
-        conv.drop("trainer.total_epochs", "trainer.total_training_steps takes its place")
-    else:
-        total = fields.set_steps(conv, None if per_epoch is None else per_epoch * epochs, "trainer.total_epochs")
+    steps, per_epoch = set_verl_steps(conv, batch, epochs=4)
     warmup = [_RATIO] if older else [_WARMUP, _RATIO]
     kind = "optim.lr_scheduler" if older else "optim.lr_scheduler_type"
     minimum = "" if older else "optim.min_lr_ratio"
-    fields.set_schedule(conv, kind, total, warmup, minimum, "cosine" if older else "constant")
+    fields.set_schedule(conv, kind, steps, warmup, minimum, "cosine" if older else "constant")
     fields.set_lowest_rate(conv, "optim.min_lr", "optim.lr")
     return per_epoch
 
@@ -135,7 +114,7 @@ def _set_events(conv: Conversion, key: str, name: str, per_epoch: int | None) ->
 
 def _set_validation(conv: Conversion, per_epoch: int | None) -> None:
     if not conv.has(_VAL):
-        for name in ("trainer.test_freq", _SPLITS[1]):
+        for name in ("trainer.test_freq", _VAL_LIMIT):
             conv.drop(name, "no data for validation is given")
         return
     files = conv.items(_VAL)
@@ -145,7 +124,7 @@ def _set_validation(conv: Conversion, per_epoch: int | None) -> None:
     keys = ("format", "prompt_column", "answer_column", "chat", "overlong")
     fields.repeat_data_fields(conv, "validation", *keys)
     _set_events(conv, "validation.every", "trainer.test_freq", per_epoch)
-    limit = conv.integer(_SPLITS[1]) or -1
+    limit = conv.integer(_VAL_LIMIT) or -1
     if limit > 0:
-        conv.put("validation.samples", limit, _SPLITS[1])
-    conv.drop(_SPLITS[1], "all rows are used")
+        conv.put("validation.samples", limit, _VAL_LIMIT)
+    conv.drop(_VAL_LIMIT, "all rows are used")

@@ -345,5 +345,6 @@ def _trl_config(
             advice.unchecked(
                 "file-missing", f"{file} is not among the given files", f"also give --config {file}", location
             )
-    own_script = job.program.endswith(".py") and job.program.removesuffix(".py") not in (*TRL_COMMANDS, "dpo_online")
+    of_trl = (*TRL_COMMANDS, "dpo_online")
+    own_script = job.program.endswith(".py") and job.program.removesuffix(".py") not in of_trl
     return TRLConfig(program, merged, job.location, world_size, variables, settings, deepspeed, own_script)

@@ -62,7 +62,7 @@ def trl_program(name: str, settings: ConfigSettings) -> str:
     if "online" in parts and "dpo" in parts:
         return "online_dpo"
     for program in TRL_COMMANDS:
-        if program in parts or stem == program:
+        if program in parts:
             return program
     if "num_generations" in settings:
         return "grpo"

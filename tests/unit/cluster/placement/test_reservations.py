@@ -132,6 +132,19 @@ def test_only_processes_of_a_lost_node_move() -> None:
     ]
 
 
+def test_no_setting_is_suggested_to_a_run_that_has_lost_a_node() -> None:
+    """It has its config, and what would fit beside the others says nothing about the lost processes alone."""
+    nodes, wanted = FakeNodes(a=2, b=4), run(6)
+    table = settled(nodes, wanted)
+    nodes.loses("b", table)
+    with pytest.raises(DoesNotFit) as caught:
+        table.replace("policy-0", nodes.look(), nodes.reserve)
+    assert str(caught.value) == (
+        "policy-2 (1 GPU and 1 CPU) does not fit beside the others: they need 4 GPUs and 4 CPUs in all, and 1 node "
+        "has 2 GPUs and 64 CPUs, the largest (a) 2 GPUs and 64 CPUs"
+    )
+
+
 def test_a_recovered_node_is_free_again() -> None:
     nodes, wanted = FakeNodes(a=4, b=4), run(8)
     table = settled(nodes, wanted)

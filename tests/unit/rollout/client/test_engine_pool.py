@@ -1,15 +1,11 @@
 """Lost engines: their completions are kept, their requests go to others, and they are replaced."""
 
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from engine_stub import FakeLauncher, FakeWeights, make_client, request, until
 
 from lockstep.base.wait_state import Stalled, WaitTimeout
@@ -22,16 +18,6 @@ from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.errors import BadLogits
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.recovery_manager import RecoveryManager
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger.create(tmp_path / "run", {"name": "x"})
-
-
-@pytest.fixture
-def launcher() -> FakeLauncher:
-    return FakeLauncher()
 
 
 def names(found: Sequence[Any]) -> list[str]:

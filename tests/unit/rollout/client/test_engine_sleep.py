@@ -1,29 +1,14 @@
 """Engines that share devices: none of them is on the devices while they sleep, whatever happens to them."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from engine_stub import FakeLauncher, FakeWeights, FakeWorker, make_client, request, until
 
 from lockstep.cluster.protocol import WorkerDied
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger.create(tmp_path / "run", {"name": "x"})
-
-
-@pytest.fixture
-def launcher() -> FakeLauncher:
-    return FakeLauncher()
 
 
 def later(call: Callable[[], object]) -> threading.Thread:

@@ -154,7 +154,7 @@ def _judge_set_memory(
         kept["rollout"] = engine["weights"]
     full = {name: sum(parts.values()) for name, parts in trained.items()} | dict(served)
     sets: dict[tuple[str, ...], list[str]] = {}
-    for name in (*full, *(["rollout"] if "rollout" in kept else [])):
+    for name in full | kept:
         sets.setdefault(config.placement.device_key(name), []).append(name)
     usable = int(memory.bytes * (1 - RESERVE))
     for names in (each for each in sets.values() if len(each) > 1):
