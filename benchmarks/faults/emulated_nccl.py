@@ -21,8 +21,9 @@ It keeps the semantics of torch's CUDA streams:
   which an operation transfers its data and is not completed on this member.
 - The **flight recorder** (`_dump_nccl_trace_json`) has entries with the states scheduled, started and completed, and
   the status of each communicator. As with ProcessGroupNCCL, the status has the number of the last operation of either
-  sort, although collectives and point-to-point operations are counted separately. `started` is reported only with
-  TORCH_NCCL_ENABLE_TIMING=1.
+  sort, although collectives and point-to-point operations are counted separately. A batch takes a number of both
+  counts; its parts are recorded without a state, and the entry `coalesced` after them has the state of all. `started`
+  is reported only with TORCH_NCCL_ENABLE_TIMING=1.
 
 With TORCH_NCCL_BLOCKING_WAIT=1, `wait()` blocks the host until the operation has completed; libraries that read results
 on the host need it here. What differs from NCCL: every collective needs all members (a broadcast's root does not leave
@@ -207,7 +208,7 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         device().streams.append(self.stream)
         self._aborted = threading.Event()
         self._never_ends = False
-        self._batch: list[tuple[Kernel, dict[str, Any]]] | None = None
+        self._batch: list[Callable[[], dist.Work]] | None = None
         self._name, self._description = "", ""
 
     # --- what c10d asks
@@ -236,20 +237,18 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
 
     # --- operations
 
-    def _enqueue(self, operations: Kernel, entries: list[dict[str, Any]]) -> DeviceWork:
+    def _enqueue(self, operation: Kernel, entry: dict[str, Any]) -> DeviceWork:
         earlier = device().compute.record_event()
         done = threading.Event()
-        self.stream.launch(functools.partial(self._operate, earlier, operations, entries, done))
+        self.stream.launch(functools.partial(self._operate, earlier, operation, entry, done))
         return DeviceWork(done)
 
     def _operate(
-        self, earlier: threading.Event, operation: Kernel, entries: list[dict[str, Any]], done: threading.Event
+        self, earlier: threading.Event, operation: Kernel, entry: dict[str, Any], done: threading.Event
     ) -> None:
         while not (earlier.wait(0.05) or self._aborted.is_set()):
             pass
-        trace = device().trace
-        for each in entries:
-            trace.started(self, each)
+        device().trace.started(self, entry)
         try:
             operation()
         except RuntimeError:  # a peer is gone, which most transports of NCCL do not notice
@@ -257,8 +256,7 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         if self._never_ends:
             self._aborted.wait(FOREVER_S)
         if not self._aborted.is_set():
-            for each in entries:
-                trace.completed(self, each)
+            device().trace.completed(self, entry)
         done.set()
 
     def never_end(self) -> None:
@@ -276,7 +274,7 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         tensors = _tensors(args)
         entry = device().trace.enqueued(self, name.strip("_"), tensors, p2p=False)
         call = f"{name} {[(tuple(each.shape), each.dtype) for each in tensors]} {_root(args)}"
-        return self._enqueue(functools.partial(self._run_collective, name, args, call), [entry])
+        return self._enqueue(functools.partial(self._run_collective, name, args, call), entry)
 
     def _run_collective(self, name: str, args: tuple[Any, ...], call: str) -> None:
         own = torch.tensor([int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest())])
@@ -299,11 +297,12 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
             self.p2p_calls += 1
         entry = device().trace.enqueued(self, name, tensors, p2p=True)
         if self._batch is not None:
-            self._batch.append((post, entry))
+            self._batch.append(post)
             return None
-        return self._enqueue(lambda: post().wait(), [entry])
+        return self._enqueue(lambda: post().wait(), entry)
 
     def start_batch(self) -> None:
+        self.collectives += 1
         self.p2p_calls += 1
         self._batch = []
 
@@ -311,10 +310,10 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         batch, self._batch = self._batch or [], None
 
         def run() -> None:
-            for work in [post() for post, _ in batch]:
+            for work in [post() for post in batch]:
                 work.wait()
 
-        return self._enqueue(run, [entry for _, entry in batch])
+        return self._enqueue(run, device().trace.enqueued(self, "coalesced", [], p2p=False))
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:

@@ -135,7 +135,7 @@ class CommunicatorRecord:
     completed: int
     completed_ns: int
     started: int
-    """The last collective that the device has started; -1 if c10d does not report it."""
+    """The last collective (of a pair: message) that the device has started; -1 if c10d does not report it."""
     pending_ns: int
     """When the oldest unfinished operation was issued; 0 if there is none or the time is unknown."""
     on_device: bool
@@ -324,11 +324,11 @@ CALLS_AT = 384
 FLAGS_AT = 392
 BLIND_AT = 400
 RING_BYTES = CALLS_PER_RING * CALL_STRUCT.size
-LANE_STRIDE = 64
+LANE_STRIDE = 72
 
 
 MAGIC = b"LOCKSTEP"
-VERSION = 5
+VERSION = 6
 MAX_COUNTERS = 24
 MAX_WAITS = 16
 MAX_EVENTS = 128

@@ -1,7 +1,7 @@
 """The part of a beacon about messages between two members of a communicator.
 
 A send to a peer and the peer's receive are a collective of these two: the i-th send from a to b is paired with the i-th
-receive of b from a. A *lane* counts the sends to one peer, or the receives from it. It consists of eight words, each
+receive of b from a. A *lane* counts the sends to one peer, or the receives from it. It consists of nine words, each
 written by one store.
 """
 
@@ -21,9 +21,10 @@ from lockstep.watch.beacon.beacon_records import (
     digest64,
 )
 
-_ABOUT, _ISSUED, _COMPLETED, _PENDING_NS, _ISSUED_NS, _COMPLETED_NS, _SITE, _INSIDE = range(8)
+_ABOUT, _ISSUED, _COMPLETED, _PENDING_NS, _ISSUED_NS, _COMPLETED_NS, _SITE, _INSIDE, _STARTED = range(9)
 """About: slot + 1 (16 bits), sends or receives (1), the peer's rank in the communicator (20 bits from bit 20), the
-peer's global rank (24 bits from bit 40). Site: the text's number (32 bits), this process's global rank."""
+peer's global rank (24 bits from bit 40). Site: the text's number (32 bits), this process's global rank. Started: the
+last message that the device has started, plus 1; 0 if that is unknown, as it is after each completion."""
 OPERATION = "send/recv"
 SIGNATURE = digest64(OPERATION)
 """All messages of a lane have one signature: the sizes of a send and its receive are not compared."""
@@ -41,7 +42,7 @@ class Lane:
 
     def open(self, slot: int, sends: bool, peer: int, global_peer: int, own: int) -> None:
         self._issued_ns.clear()
-        for word in range(1, 8):
+        for word in range(1, 9):
             self._words[self._at + word] = 0
         self._words[self._at + _SITE] = own << 32
         self._words[self._at + _ABOUT] = (slot + 1) | sends << 16 | peer << 20 | global_peer << 40
@@ -61,9 +62,19 @@ class Lane:
         words, at = self._words, self._at
         if self._issued_ns:
             self._issued_ns.popleft()
+        words[at + _STARTED] = 0
         words[at + _COMPLETED_NS] = time.monotonic_ns()
         words[at + _COMPLETED] += 1
         words[at + _PENDING_NS] = self._issued_ns[0] if self._issued_ns else 0
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The numbers of messages issued and completed."""
+        return self._words[self._at + _ISSUED], self._words[self._at + _COMPLETED]
+
+    def start(self, number: int) -> None:
+        """Records the last message that the device has started; it remains known until the next completion."""
+        self._words[self._at + _STARTED] = number + 1
 
     def inside(self, change: int) -> None:
         """Counts the threads that are inside a call of this lane, or wait for its handle."""
@@ -111,7 +122,7 @@ def lane_records(
         at = LANES_AT + index * LANE_STRIDE
         of = communicators.get((reading.number(at) & 0xFFFF) - 1)
         if of is not None:  # most lanes are unused
-            yield _decode_lane([reading.number(at + 8 * word) for word in range(8)], of, texts)
+            yield _decode_lane([reading.number(at + 8 * word) for word in range(9)], of, texts)
 
 
 def _decode_lane(words: list[int], of: CommunicatorRecord, texts: Any) -> CommunicatorRecord:
@@ -128,7 +139,7 @@ def _decode_lane(words: list[int], of: CommunicatorRecord, texts: Any) -> Commun
     return CommunicatorRecord(
         of.slot, f"{of.label} {first}->{last}", "", of.backend, 2, 0 if sends else 1,
         digest64(f"{of.identity:016x} {pair.sender}>{pair.receiver}"), 0, of.created_ns, of.loop_thread, of.closed,
-        of.blind, True, issued, words[_ISSUED_NS], completed, words[_COMPLETED_NS], -1,
+        of.blind, True, issued, words[_ISSUED_NS], completed, words[_COMPLETED_NS], words[_STARTED] - 1,
         words[_PENDING_NS] if pending else 0, of.on_device, issued, call if issued else None, call if pending else None,
         pair,
     )  # fmt: skip

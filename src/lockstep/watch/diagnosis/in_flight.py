@@ -68,12 +68,12 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
     if done:
         call, _ = context.call(int(graph.communicator[node]), seq)
         proves = done > len(waiters) or (call is not None and needs_all_members(call.operation))
-        text = f"has entered {{collective}} and not completed it, as {done} others have"
+        text = f"has entered {{collective}} and not completed it, as {_others_have(done)}"
     else:
         started = _started(context, rows, seq)
         waiters = [process for process in waiters if process not in started]
         proves = bool(started)
-        text = f"has issued {{collective}}, which its device has not started, as {len(started)} others have"
+        text = f"has issued {{collective}}, which its device has not started, as {_others_have(len(started))}"
     if not waiters or not proves:
         return None
     proven = all_proven_inactive(context, waiters[:_MAX_WAITERS], float(graph.since[node]))
@@ -88,6 +88,10 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
         alternatives=(Alternative("gpu_hardware_fault", 0.3), Alternative("network_blocked", 0.3)),
         collect=("the device's counters and the kernel log of its host", "its native stack (py-spy dump --native)"),
     )
+
+
+def _others_have(count: int) -> str:
+    return "another has" if count == 1 else f"{count} others have"
 
 
 def _started(context: DiagnosisContext, rows: slice, seq: int) -> set[int]:

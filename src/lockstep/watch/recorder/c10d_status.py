@@ -9,14 +9,18 @@ collectives, and the number of completed ones is unknown.
 """
 
 import json
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lockstep.watch.recorder.communicator import NOT_REPORTED, CollectiveCounts, CommunicatorMember
+from lockstep.watch.recorder.transfers import Message
 
 ACTIVE_CHECK_S = 1.0
-"""Seconds between two dumps of the unfinished operations, while a communicator with messages makes no progress."""
+"""Seconds between two dumps of the operations, while a communicator with messages makes no progress."""
+_MESSAGE = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)$")
+_BATCH_END = "coalesced"
 
 
 class FlightRecorder:
@@ -35,17 +39,13 @@ class FlightRecorder:
             number: CollectiveCounts(*(int(each.get(name, -1)) for name in names)) for number, each in found.items()
         }
 
-    def unfinished(self, number: str) -> list[dict[str, Any]]:
-        """The entries of collectives of a communicator that have not completed."""
+    def operations(self, number: str, only_active: bool = False) -> list[dict[str, Any]]:
+        """The entries of a communicator, oldest first; if this torch can, without those known to have completed."""
         try:
-            dump = json.loads(self._dump(includeCollectives=True, onlyActive=True))
-        except TypeError:  # this torch dumps all entries
+            dump = json.loads(self._dump(includeCollectives=True, onlyActive=only_active))
+        except TypeError:
             dump = self.entries()
-        entries = dump.get("entries") or ()
-        return [
-            each for each in entries
-            if str(each["pg_id"]) == number and not each.get("is_p2p") and each.get("state") != "completed"
-        ]  # fmt: skip
+        return [each for each in dump.get("entries") or () if str(each["pg_id"]) == number]
 
     def name(self, number: str) -> str | None:
         """c10d's name of the communicator with this number; None until the flight recorder has an entry of it. A failed
@@ -73,6 +73,30 @@ class FlightRecorder:
         return text
 
 
+def unfinished_collectives(operations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of collectives that have not completed."""
+    return [each for each in operations if not each.get("is_p2p") and each.get("state") != "completed"]
+
+
+def unfinished_messages(operations: Sequence[dict[str, Any]]) -> dict[Message, list[bool]]:
+    """Whether the device has started each of the unfinished messages of a communicator, by peer and direction, oldest
+    first. The messages of a batch are recorded without a state; the entry after them has that of all."""
+    batches = {
+        _batch_key(each): each["state"] for each in operations if str(each["profiling_name"]).endswith(_BATCH_END)
+    }
+    found: dict[Message, list[bool]] = {}
+    for each in operations:
+        match = _MESSAGE.search(str(each["profiling_name"])) if each.get("is_p2p") else None
+        state = batches.get(_batch_key(each), each["state"])
+        if match is not None and state != "completed":
+            found.setdefault(Message(match[1] == "send", int(match[2])), []).append(state == "started")
+    return found
+
+
+def _batch_key(entry: dict[str, Any]) -> tuple[int, int]:
+    return int(entry["collective_seq_id"]), int(entry["p2p_seq_id"])
+
+
 def flight_recorders(c10d: Any) -> list[FlightRecorder]:
     """The flight recorders of this torch. `c10d` is torch._C._distributed_c10d."""
     found = []
@@ -96,6 +120,8 @@ class C10dStatusReader:
     def update(self, members: Iterable[CommunicatorMember]) -> None:
         """Updates the counts of the members, which are given in the order of their creation."""
         all_members, counted = list(members), set()
+        for each in all_members:
+            each.transfers.poll()
         for flight in self.flight_recorders:
             for number, counts in flight.status().items():
                 key = flight.kind, number
@@ -103,32 +129,35 @@ class C10dStatusReader:
                 if member is not None:
                     self._update_member(flight, number, member, counts)
                     counted.add(id(member))
-        for member in all_members:
-            member.transfers.poll()
-            member.verify()
-            if id(member) not in counted and member.sequence() > 0:
-                member.update_counts(CollectiveCounts(member.sequence(), NOT_REPORTED))
+        for each in all_members:
+            each.verify()
+            if id(each) not in counted and each.sequence() > 0:
+                each.update_counts(CollectiveCounts(each.sequence(), NOT_REPORTED))
 
     def _update_member(
         self, flight: FlightRecorder, number: str, member: CommunicatorMember, counts: CollectiveCounts
     ) -> None:
         """NCCL's status has the number of the last operation of either sort, and messages are counted separately. So
-        once there are messages, the entries of unfinished collectives say what has completed."""
+        once there are messages, the entries say what has completed, and which messages the device has started."""
         if member.blocks_host or not member.transfers.used:
             member.update_counts(counts)
             return
-        key, entered, now = (flight.kind, number), member.sequence(), time.monotonic()
-        moves = entered != member.polled_counts.entered
-        if not moves and (
-            member.polled_counts.completed == entered or now - self._checked.get(key, 0.0) < ACTIVE_CHECK_S
-        ):
+        key, now, before = (flight.kind, number), time.monotonic(), member.transfers.counts()
+        issued, newest, (entered, completed, *_) = member.sequence(), member.collectives, member.written_counts
+        late_messages = member.starts_reported and member.transfers.waits_since(int((now - ACTIVE_CHECK_S) * 1e9))
+        waits = completed < entered or late_messages
+        if newest == entered and not (waits and now - self._checked.get(key, 0.0) >= ACTIVE_CHECK_S):
             return
         self._checked[key] = now
-        unfinished = flight.unfinished(number)  # after `entered` was read: a collective that it lacks has completed
+        # After `issued` was read: a collective that they lack has completed.
+        operations = flight.operations(number, only_active=not late_messages)
+        unfinished = unfinished_collectives(operations)
         scheduled = [int(each["collective_seq_id"]) for each in unfinished if each.get("state") == "scheduled"]
-        completed = min((int(each["collective_seq_id"]) for each in unfinished), default=entered + 1) - 1
-        started = min(scheduled, default=entered + 1) - 1 if member.starts_reported else NOT_REPORTED
-        member.update_counts(CollectiveCounts(entered, completed, started))
+        ended = min((int(each["collective_seq_id"]) for each in unfinished), default=issued + 1) - 1
+        started = min(scheduled, default=issued + 1) - 1 if member.starts_reported else NOT_REPORTED
+        member.update_counts(CollectiveCounts(issued, ended, started))
+        if late_messages:
+            member.transfers.update_starts(unfinished_messages(operations), before)
 
     def _assign(
         self, flight: FlightRecorder, number: str, members: list[CommunicatorMember]

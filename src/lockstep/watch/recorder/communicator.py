@@ -39,19 +39,35 @@ class SequenceOffsets:
         self.total = 0
         self._steps: list[tuple[int, int]] = []
         self._forgotten = 0
+        self._before: int | None = None
+        """The backend's number before the call that is in progress and no collective."""
+
+    def begin(self, before: int) -> None:
+        """Records that a call begins that may be no collective, at this number of the backend."""
+        self._before = before
 
     def skip(self, after: int, count: int) -> None:
-        """Records that the backend's number is now `after`, and that `count` calls since the previous call of this
-        method were no collectives."""
+        """Records that the call has ended, that the backend's number is now `after`, and that it has counted `count`
+        calls too many."""
         if count:
             self.total += count
             self._steps.append((after, self.total))
             if len(self._steps) > 256:
                 self._forgotten = self._steps[127][1]
                 del self._steps[:128]
+        self._before = None
+
+    def _without_current(self, number: int) -> int:
+        before = self._before
+        return number if before is None else min(number, before)
+
+    def newest(self, number: int) -> int:
+        """Converts the current sequence number of the backend to one that counts collectives only."""
+        return self._without_current(number) - self.total
 
     def to_collective(self, number: int) -> int:
         """Converts a sequence number of the backend to one that counts collectives only."""
+        number = self._without_current(number)
         for after, total in reversed(self._steps):
             if number >= after:
                 return number - total
@@ -165,13 +181,18 @@ class CommunicatorMember:
 
     # --- sequence numbers
 
+    @property
+    def collectives(self) -> int:
+        """How many collectives c10d has counted."""
+        return self.offsets.newest(self.sequence())
+
     def sequence_number(self, issued: int) -> int:
         """The sequence number of the call that begins now."""
         return issued + self.lead if issued < self.next_query else self.query_sequence(issued)
 
     def query_sequence(self, issued: int) -> int:
         """The sequence number that c10d gives to the call that begins now."""
-        seq: int = max(0, self.sequence() + 1 - self.offsets.total)
+        seq = max(0, self.collectives + 1)
         if seq - issued == self.lead:
             self.steady += issued - self.queried
         else:
@@ -192,7 +213,7 @@ class CommunicatorMember:
 
     def resynchronize(self) -> None:
         """Queries c10d, after a call that c10d may have counted several times or not at all."""
-        self.lead = self.sequence() - self.offsets.total - self.issued
+        self.lead = self.collectives - self.issued
         self.queried, self.sure, self.next_query = self.issued, self.slot.calls, 0
 
     def verify(self) -> None:
@@ -205,7 +226,7 @@ class CommunicatorMember:
         newest = slot.calls
         at = slot.call_at(newest)
         inside = slot.words[at + LEFT_WORD] == 0
-        lead = self.sequence() - self.offsets.total - issued
+        lead = self.collectives - issued
         if issued != self.issued or inside != (slot.words[at + LEFT_WORD] == 0):
             return
         if inside and lead < self.lead:  # the call has not reached the backend yet
@@ -232,7 +253,7 @@ class CommunicatorMember:
             self.slot.mark_blind()
         peer = messages[0].peer if len(messages) == 1 else None
         left = self.slot.enter(
-            max(0, self.sequence() - self.offsets.total), self.issued, key[0], key[1], self.slot.rings.pack_stage(),
+            max(0, self.collectives), self.issued, key[0], key[1], self.slot.rings.pack_stage(),
             FLAG_P2P, NO_PEER if peer is None else peer,
         )  # fmt: skip
         return left, self.transfers.issue(messages, key[1] >> 32)

@@ -3,11 +3,11 @@
 c10d counts messages per process and in ways that differ between backends, so the recorder counts them itself, for each
 peer and direction. A message on a host-blocking backend has completed when its call, or the `wait()` of its handle, has
 returned. On other backends the handle says so; it is kept until then, at most until the recorder's next poll after the
-completion, because a handle keeps its tensors alive.
+completion, because a handle keeps its tensors alive. c10d's flight recorder says which messages the device has started.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ class Message(NamedTuple):
 class Transfer:
     """The messages of one call, which begin together."""
 
-    __slots__ = ("handles", "lanes")
+    __slots__ = ("handles", "issued_ns", "lanes")
 
-    def __init__(self, lanes: list[Lane]) -> None:
-        self.lanes = lanes
+    def __init__(self, lanes: list[Lane], issued_ns: int) -> None:
+        self.lanes, self.issued_ns = lanes, issued_ns
         self.handles: tuple[Any, ...] = ()
 
     def inside(self, change: int) -> None:
@@ -70,6 +70,7 @@ class TransferTracker:
     def __init__(self, slot: CommunicatorSlot, ranks: Sequence[int], own: int, blocks_host: bool) -> None:
         self._slot, self._ranks, self._own, self._blocks_host = slot, ranks, own, blocks_host
         self._unfinished: list[Transfer] = []
+        self._lanes: dict[Message, Lane] = {}
         self._lock = threading.Lock()
         self.used = False
         """Whether there has been a message."""
@@ -85,9 +86,10 @@ class TransferTracker:
                 if lane is None:
                     self._slot.mark_blind()
                 else:
+                    self._lanes[Message(sends, peer)] = lane
                     lane.issue(now, site)
                     lanes.append(lane)
-        transfer = Transfer(lanes)
+        transfer = Transfer(lanes, now)
         transfer.inside(1)
         return transfer
 
@@ -115,6 +117,32 @@ class TransferTracker:
             for transfer in [each for each in self._unfinished if each.is_completed()]:
                 self._forget(transfer)
                 transfer.complete()
+
+    def waits_since(self, at_ns: int) -> bool:
+        """Whether a message that was issued before that time has not completed, and its call has returned."""
+        return any(transfer.issued_ns < at_ns for transfer in list(self._unfinished))
+
+    def counts(self) -> dict[Message, tuple[int, int]]:
+        """The numbers of messages issued and completed, by peer and direction."""
+        with self._lock:
+            return {message: lane.counts for message, lane in self._lanes.items()}
+
+    def update_starts(
+        self, unfinished: Mapping[Message, Sequence[bool]], before: Mapping[Message, tuple[int, int]]
+    ) -> None:
+        """Records which messages the device has started.
+
+        Args:
+            unfinished: for each peer and direction, whether each unfinished message has been started, oldest first.
+            before: the counts before these were read; what has changed since then, or differs from them, is left out.
+        """
+        with self._lock:
+            for message, started in unfinished.items():
+                lane = self._lanes.get(message)
+                if lane is not None and lane.counts == before.get(message):
+                    issued, completed = lane.counts
+                    if issued - completed == len(started):
+                        lane.start(completed + [*started, False].index(False))
 
     def close(self) -> None:
         """Forgets the messages of a destroyed communicator."""

@@ -313,6 +313,7 @@ def _recorded(
         member = owner.member(_group_of(operation, positions, args, kwargs))
         if member is not None:
             before = member.sequence()
+            member.offsets.begin(before)
             key = look_up(operation, get_argument(positions.tensor, args, kwargs), None, frame, {}, None)
             if operation.p2p:
                 at, transfer = member.enter_p2p(key, _messages(operation, positions, args, kwargs, member))

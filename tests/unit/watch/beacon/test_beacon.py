@@ -21,6 +21,7 @@ from lockstep.watch.beacon.beacon_records import (
     MAX_COUNTERS,
     MAX_EVENTS,
     MAX_WAITS,
+    VERSION,
     BeaconState,
 )
 from lockstep.watch.beacon.reader import read_beacons
@@ -319,4 +320,14 @@ def test_reopening_replaces_the_file_and_closing_keeps_it_as_evidence(run: str) 
     assert only(run).stage == "new"
     open_beacon(run, "me", "policy", 0)
     close_beacon(remove=True)
+    assert read_beacons(run) == []
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
+def test_a_beacon_of_another_version_is_left_out(run: str, version: int) -> None:
+    beacon = open_beacon(run, "policy-0", "policy", 0)
+    assert [each.name for each in read_beacons(run)] == ["policy-0"]
+    with beacon.path.open("r+b") as file:
+        file.seek(8)
+        file.write(version.to_bytes(4, "little"))
     assert read_beacons(run) == []

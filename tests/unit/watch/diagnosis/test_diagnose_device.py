@@ -7,16 +7,19 @@ import numpy as np
 from test_diagnose import AT, NAN, Group, One, check, diagnose, policy, snapshot
 
 from lockstep.watch.diagnosis.evidence import Evidence
-from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness, ProcessNote
+from lockstep.watch.diagnosis.evidence_types import UNKNOWN, CollectiveCall, Liveness, ProcessNote
 from lockstep.watch.diagnosis.verdict import VerdictKind
 
 REFUSED = ProcessNote(error="lockstep.base.errors.CollectiveRefused: collective #7 on 'world' does not match")
 
 
-def on_device(job: Evidence, issued_s: Sequence[float]) -> Evidence:
-    """`issued_s` says how many seconds ago each member issued its oldest unfinished collective; NaN: none is."""
+def on_device(job: Evidence, issued_s: Sequence[float], started: Sequence[int] | None = None) -> Evidence:
+    """`issued_s` says how many seconds ago each member issued its oldest unfinished collective; NaN: none is. `started`
+    is the last collective that the device of each member has started."""
     members = job.communicators
     columns = {"on_device": np.ones(len(members.process), np.bool_), "pending_at": AT - np.array(issued_s)}
+    if started is not None:
+        columns["started"] = np.array(started)
     return replace(job, communicators=replace(members, **columns))
 
 
@@ -52,3 +55,29 @@ def test_a_death_names_no_collective_that_its_peers_may_have_left_already() -> N
         assert check(diagnose(job), VerdictKind.DEAD, ["policy-1"]).collective is not None
         verdict = check(diagnose(on_device(job, [issued_s, NAN])), VerdictKind.DEAD, ["policy-1"])
         assert (verdict.collective is not None) == named
+
+
+def messages(sender: int, receiver: int) -> Group:
+    """The messages from one rank to another, of which both have issued #7."""
+    return Group(f"pp {sender}->{receiver}", [sender, receiver], [7, 7], [6, 6])
+
+
+def test_the_side_of_a_message_that_has_not_started_is_held_up() -> None:
+    for sender_started, receiver_started, culprits in ((7, 6, [1]), (6, 7, [0])):
+        job = on_device(snapshot(policy(2), [messages(0, 1)]), [60.0, 60.0], [sender_started, receiver_started])
+        verdict = check(diagnose(job), VerdictKind.DEVICE_LAG, [f"policy-{each}" for each in culprits])
+        assert "its device has not started it" in verdict.explanation
+
+
+def test_messages_whose_starts_are_equal_or_unknown_are_in_flight() -> None:
+    for started in ([7, 7], [6, 6], [7, UNKNOWN], None):
+        job = on_device(snapshot(policy(2), [messages(0, 1)]), [60.0, 60.0], started)
+        check(diagnose(job), VerdictKind.IN_FLIGHT, [])
+
+
+def test_of_a_pipeline_only_the_stage_that_has_not_started_is_held_up() -> None:
+    """Rank 1 has not started its batch; rank 2 has started its receive, behind which its send to rank 3 waits."""
+    pairs = [messages(0, 1), messages(1, 2), messages(2, 3)]
+    issued, started = [60.0, 60.0, 60.0, 60.0, 59.9, 60.0], [7, 6, 6, 7, 6, 7]
+    job = on_device(snapshot(policy(4), pairs), issued, started)
+    check(diagnose(job), VerdictKind.DEVICE_LAG, ["policy-1"])

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.watch.beacon.reader import read_calls
+from lockstep.watch.beacon.reader import read_beacon, read_calls
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.recorder import communicator
+from lockstep.watch.recorder.transfers import Message
 
 
 class C10d:
@@ -140,6 +141,30 @@ def test_no_wrong_number_remains(tmp_path_factory, events):
         rank.poll()
         assert all(rank.truth[number] == seq for number, seq in rank.read().items())
         close_beacon()
+
+
+def receive(rank: Rank) -> None:
+    """A receive that blocks: c10d has counted it, and its call has not returned."""
+    rank.member.offsets.begin(rank.c10d.number)
+    rank.member.enter_p2p((5, 0, 0), [Message(False, 1)])
+    rank.c10d.number += 1
+
+
+@pytest.mark.parametrize("calls", [0, 3, 300])
+def test_a_receive_that_blocks_is_no_collective(rank, calls):
+    """Its communicator would look as if the process had entered a collective that the other members have not."""
+    for _ in range(calls):
+        rank.call()
+    receive(rank)
+    rank.member.update_counts(communicator.CollectiveCounts(rank.c10d.number, calls))
+    rank.poll()
+    found = read_beacon(rank.beacon.path).communicators[0]
+    assert (found.entered, found.completed, found.blind) == (calls, calls, False)
+    rank.member.offsets.skip(rank.c10d.number, 1)
+    rank.call()
+    rank.member.update_counts(communicator.CollectiveCounts(rank.c10d.number, rank.c10d.number))
+    found = read_beacon(rank.beacon.path).communicators[0]
+    assert (found.entered, found.completed, found.blind) == (calls + 1, calls + 1, False)
 
 
 def test_a_backend_without_sequence_numbers(rank):

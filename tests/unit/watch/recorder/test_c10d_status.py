@@ -1,0 +1,66 @@
+"""What the recorder reads from NCCL's flight recorder about messages."""
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from lockstep.watch.recorder.c10d_status import FlightRecorder, unfinished_messages
+from lockstep.watch.recorder.transfers import Message
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dumps"))
+
+from cluster_dumps import Recorder, dump_bytes
+from cluster_simulator import Cluster, Group, faulty_cluster
+
+
+def in_simulation(cluster: Cluster, rank: int, group: Group) -> dict[Message, list[bool]]:
+    """Whether the device of a rank runs each of its unfinished messages on a communicator."""
+    found: defaultdict[Message, list[bool]] = defaultdict(list)
+    for operation in cluster.issued[rank]:
+        if operation.group is group and not operation.ended:
+            for source, target in operation.transfers:
+                sends = source == rank
+                found[Message(sends, group.ranks.index(target if sends else source))].append(operation.running)
+    return dict(found)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_states_of_messages_are_those_of_the_device(seed: int) -> None:
+    cluster = faulty_cluster(seed, ("host", "device"), 1)
+    messages = 0
+    for rank in range(cluster.world):
+        dump = dump_bytes(cluster, rank, Recorder(ring=10**6, timing=True, json=True))
+        flight = FlightRecorder("nccl", lambda dump=dump, **_: dump)
+        for number, group in enumerate(cluster.groups_of(rank)):
+            expected = in_simulation(cluster, rank, group)
+            assert unfinished_messages(flight.operations(str(number))) == expected
+            messages += len(expected)
+    assert messages or cluster.pipeline == 1
+
+
+def entry(name: str, state: str, collective: int, message: int, p2p: bool = True) -> dict[str, object]:
+    return {"pg_id": 0, "profiling_name": f"nccl:{name}", "state": state, "collective_seq_id": collective,
+            "p2p_seq_id": message, "is_p2p": p2p}  # fmt: skip
+
+
+@pytest.mark.parametrize("p2p", [True, False])
+def test_the_messages_of_a_batch_have_the_state_of_the_entry_after_them(p2p: bool) -> None:
+    """Some versions of torch record that entry as a point-to-point operation."""
+    entries = []
+    for number, state in enumerate(("completed", "started", "scheduled"), 1):
+        entries += [entry(name, "scheduled", number, number) for name in ("send 0->1", "recv 0<-2")]
+        entries.append(entry("coalesced", state, number, number, p2p))
+    entries.append(entry("send 0->1", "scheduled", 4, 4))  # of a batch that is being issued
+    found = unfinished_messages(entries)
+    assert found == {Message(True, 1): [True, False, False], Message(False, 2): [True, False]}
+
+
+def test_an_old_torch_dumps_all_entries() -> None:
+    def dump(includeCollectives: bool) -> str:  # noqa: N803 - torch's name
+        return json.dumps({"entries": [entry("send 0->1", "completed", 0, 1), entry("send 0->1", "started", 0, 2)]})
+
+    operations = FlightRecorder("nccl", dump).operations("0", only_active=True)
+    assert unfinished_messages(operations) == {Message(True, 1): [True]}
