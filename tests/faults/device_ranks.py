@@ -7,13 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.faults.emulated_nccl import device
-from tests.faults.ranks import BOUND_S, Job
-
-
-def synchronize(job: Job) -> None:
-    """Waits for the device of the backend; with gloo the calls have waited already."""
-    if job.backend != "gloo":
-        device().synchronize(BOUND_S)
+from tests.faults.ranks import Job
 
 
 def left_alone(rank: int, job: Job) -> Any:
@@ -21,11 +15,11 @@ def left_alone(rank: int, job: Job) -> Any:
     job.init(rank)
     for _ in range(2):
         dist.all_reduce(torch.ones(4))
-    synchronize(job)
+    job.synchronize()
     if rank < job.world - 1:
         for _ in range(2):
             dist.all_reduce(torch.ones(4))
-        synchronize(job)
+        job.synchronize()
     else:
         job.wait()
 
@@ -35,11 +29,11 @@ def stuck_kernel(rank: int, job: Job) -> Any:
     job.init(rank)
     for _ in range(2):
         dist.all_reduce(torch.ones(4))
-    synchronize(job)
+    job.synchronize()
     if rank == 1:
         device().compute.launch(threading.Event().wait)
     dist.all_reduce(torch.ones(4))
-    synchronize(job)
+    job.synchronize()
 
 
 def unsent(rank: int, job: Job) -> Any:
@@ -53,13 +47,13 @@ def unsent(rank: int, job: Job) -> Any:
         elif rank == 1:
             dist.recv(value, 0, group=pair)
         dist.all_reduce(torch.ones(4))
-    synchronize(job)
+    job.synchronize()
     if rank == 0:
         job.wait()
     elif rank == 1:
         dist.recv(value, 0, group=pair)
     dist.all_reduce(torch.ones(4))
-    synchronize(job)
+    job.synchronize()
 
 
 def opposite_order(rank: int, job: Job) -> Any:
@@ -70,7 +64,7 @@ def opposite_order(rank: int, job: Job) -> Any:
     dist.send(value, 1, group=one) if rank == 0 else dist.recv(value, 0, group=one)
     dist.all_reduce(value, group=one)
     dist.all_reduce(value, group=two)
-    synchronize(job)
+    job.synchronize()
     for group in (one, two) if rank == 0 else (two, one):
         dist.all_reduce(torch.ones(4), group=group)
-    synchronize(job)
+    job.synchronize()

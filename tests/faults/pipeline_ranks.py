@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from benchmarks.faults.emulated_nccl import device
 from lockstep.watch.beacon.writer import current_beacon
-from tests.faults.device_ranks import synchronize
 from tests.faults.ranks import Job
 
 CULPRIT = 1
@@ -43,7 +42,7 @@ class Fault:
 
     def strike(self) -> None:
         if self.name == "stopped":
-            if self.job.backend != "gloo":
+            if self.job.on_device:
                 device().drain(0.5)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.name == "sleeps":
@@ -95,7 +94,7 @@ def _train(rank: int, job: Job, stages_per_rank: int) -> float:
         fault.begin_step()
         losses.clear()
         schedule.step(*(rows,) * (rank == 0), **({"target": rows, "losses": losses} if last else {}))
-        synchronize(job)
+        job.synchronize()
         os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)
     return losses[-1].item() if last else 0.0
 
@@ -129,5 +128,5 @@ def exchange(rank: int, job: Job) -> float:
             ]
             for work in dist.batch_isend_irecv(ring):
                 work.wait()
-        synchronize(job)
+        job.synchronize()
     return float(taken[0])

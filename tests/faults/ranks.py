@@ -1,4 +1,4 @@
-"""Ranks for tests: real gloo processes, forked from a server that has imported torch.
+"""Ranks for tests: real processes with gloo or the emulation of NCCL, forked from a server that has imported torch.
 
     outcomes = run_ranks(tmp_path, body, world=2)      # body(rank, job) -> a JSON value
 
@@ -28,6 +28,7 @@ from lockstep.watch.recorder import commands, recorder
 RUN = "ranks"
 BOUND_S = 60.0
 """Time limit for every wait, on a machine that is busy with other tests."""
+BACKENDS = ("gloo", emulated_nccl.NAME)
 PR_SET_PDEATHSIG = 1
 
 context = multiprocessing.get_context("forkserver")
@@ -60,6 +61,25 @@ class Job:
         dist.init_process_group(
             self.backend, store=store, rank=rank, world_size=self.world, timeout=timedelta(seconds=timeout_s)
         )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a call returns when its operation is enqueued."""
+        return self.backend == emulated_nccl.NAME
+
+    def synchronize(self) -> None:
+        """Wait for the device, as reading a result does; with gloo the calls have waited already. Raises
+        CollectiveStalled if Lockstep has released this rank."""
+        if self.on_device:
+            emulated_nccl.device().synchronize(BOUND_S)
+            recorder.raise_if_stalled()
+
+    @contextmanager
+    def reading_results(self) -> Iterator[None]:
+        """Around calls that read results on the host; CUDA's tensors wait for that, those of the emulation do not."""
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        yield
+        del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
 
     def wait(self) -> None:
         """Wait until the test calls `go`."""
@@ -183,9 +203,9 @@ def ranks(
         started.stop()
 
 
-def run_ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> list[Outcome]:
+def run_ranks(folder: Path, body: Body, world: int = 2, backend: str = "gloo", **options: Any) -> list[Outcome]:
     """Starts ranks and waits for their end."""
-    with ranks(folder, body, world, **options) as started:
+    with ranks(folder, body, world, backend, **options) as started:
         return started.end()
 
 

@@ -16,8 +16,9 @@ from lockstep.watch.recorder import abort, recorder
 from tests.faults.ranks import BOUND_S, RUN, Job
 
 
-def settle() -> None:
+def settle(job: Job) -> None:
     """Wait until c10d's threads have counted completed calls, which they do after the calls return."""
+    job.synchronize()
     end = time.monotonic() + BOUND_S
     while True:
         recorder.current().poll_once()
@@ -28,23 +29,20 @@ def settle() -> None:
 
 
 def everything(rank: int, job: Job) -> Any:
-    """Call every operation, in an order that the test knows."""
+    """Call every operation that the backend has, in an order that the test knows."""
     job.init(rank)
     second = dist.new_group([0, 1], group_desc="second")
     four, eight = torch.ones(4), torch.ones(8)
     dist.all_reduce(four)
     dist.broadcast(four, 1)
     dist.barrier()
-    if rank == 0:
-        dist.send(four, 1)
-        dist.isend(four, 1).wait()
-    else:
-        dist.recv(four, 0)
-        dist.irecv(four).wait()
-    dist.monitored_barrier()
-    dist.all_gather_object([None, None], {"a": 1})
-    dist.broadcast_object_list([rank], 0)
-    dist.gather_object(rank, [None, None] if rank == 0 else None, 0)
+    _pass_messages(rank, job)
+    if not job.on_device:
+        dist.monitored_barrier()
+    with job.reading_results():
+        dist.all_gather_object([None, None], {"a": 1})
+        dist.broadcast_object_list([rank], 0)
+        dist.gather_object(rank, [None, None] if rank == 0 else None, 0)
     dist.all_gather([torch.empty(4), torch.empty(4)], four)
     dist.all_gather_into_tensor(eight, four)
     dist.reduce_scatter_tensor(four, eight)
@@ -58,12 +56,26 @@ def everything(rank: int, job: Job) -> Any:
     funcol.wait_tensor(funcol.all_reduce(four, "sum", dist.group.WORLD))
     found = recorder.current()
     assert found is not None
-    settle()
+    settle(job)
     return {
         "troubles": found.failures,
         "missing": found.missing,
         "raw": dist.group.WORLD._get_sequence_number_for_group(),
     }
+
+
+def _pass_messages(rank: int, job: Job) -> None:
+    four, other = torch.ones(4), 1 - rank
+    if rank == 0:
+        dist.send(four, 1)
+        dist.isend(four, 1).wait()
+    else:
+        dist.recv(four, 0)
+        dist.irecv(four, 0 if job.on_device else None).wait()  # NCCL has no receive from any source
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, four, other), dist.P2POp(dist.irecv, torch.empty(4), other)]
+    ):
+        work.wait()
 
 
 def ddp(rank: int, job: Job) -> Any:
@@ -73,7 +85,7 @@ def ddp(rank: int, job: Job) -> Any:
     for _ in range(5):
         model(torch.ones(2, 4)).sum().backward()
     dist.barrier()
-    settle()
+    settle(job)
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
@@ -91,7 +103,7 @@ def fsdp(rank: int, job: Job) -> Any:
     for _ in range(3):
         model(torch.ones(2, 8)).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    settle()
+    settle(job)
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
@@ -106,7 +118,7 @@ def tensor_parallel(rank: int, job: Job) -> Any:
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     for _ in range(3):
         model(torch.ones(2, 8)).sum().backward()
-    settle()
+    settle(job)
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
@@ -135,6 +147,7 @@ def diverging(rank: int, job: Job) -> Any:
     if rank == 0:
         dist.all_reduce(torch.ones(4), group=same)
         dist.broadcast(torch.ones(4), 0, group=same)
+        job.synchronize()
     elif how == "skip":
         dist.broadcast(torch.ones(4), 0, group=same)
     elif how == "extra":
@@ -154,6 +167,7 @@ def other_root(rank: int, job: Job) -> Any:
     if rank == 1:
         job.wait()
     dist.broadcast(torch.ones(4), src=rank)
+    job.synchronize()
     return "went on"
 
 
@@ -161,11 +175,13 @@ def in_step(rank: int, job: Job) -> Any:
     """Many matching collectives on two communicators, with one rank ahead: none is refused."""
     job.init(rank, refuse=True)
     second = dist.new_group(group_desc="second")
-    works = [dist.all_reduce(torch.ones(4), group=second, async_op=True) for _ in range(700)]
-    for number in range(700):
+    calls = 100 if job.on_device else 700
+    works = [dist.all_reduce(torch.ones(4), group=second, async_op=True) for _ in range(calls)]
+    for number in range(calls):
         dist.all_reduce(torch.ones(1 + number % 5))
     for work in works:
         work.wait()
+    job.synchronize()
     return recorder.current().failures
 
 
@@ -175,6 +191,24 @@ def crossed(rank: int, job: Job) -> Any:
     one, two = dist.new_group(group_desc="one"), dist.new_group(group_desc="two")
     for group in (one, two) if rank == 0 else (two, one):
         dist.all_reduce(torch.ones(4), group=group)
+    job.synchronize()
+
+
+def receiving(rank: int, job: Job) -> Any:
+    """Rank 1 waits for a message that rank 0 sends when the test says so; a collective follows."""
+    job.init(rank)
+    value = torch.ones(4)
+    for _ in range(3):
+        dist.all_reduce(value)
+    job.synchronize()
+    if rank == 0:
+        job.wait()
+        dist.send(value, 1)
+    else:
+        dist.recv(value, 0)
+        job.synchronize()
+    dist.all_reduce(value)
+    settle(job)
 
 
 def stuck(rank: int, job: Job) -> Any:
@@ -186,9 +220,11 @@ def stuck(rank: int, job: Job) -> Any:
         started = time.monotonic()
         try:
             dist.all_reduce(torch.ones(4))
+            job.synchronize()
         finally:
             Path(job.folder, f"freed-{rank}").write_text(str(time.monotonic()))
         return time.monotonic() - started
+    settle(job)
     Path(job.folder, "absent").touch()
     if Path(job.folder, "how").read_text() == "gil":
         ctypes.PyDLL(None).sleep(int(BOUND_S))
@@ -254,6 +290,7 @@ def failing_recorder(rank: int, job: Job) -> Any:
     value = torch.ones(4)
     for _ in range(3):
         dist.all_reduce(value)
+    job.synchronize()
     time.sleep(0.3)
     return {"sum": value[0].item(), "troubles": found.failures}
 
@@ -268,6 +305,7 @@ def with_child(rank: int, job: Job) -> Any:
         os._exit(7 if patched or recorder.current() is not None else 0)
     _, status = os.waitpid(child, 0)
     dist.all_reduce(torch.ones(4))
+    job.synchronize()
     calls = read_calls(run_shm_dir(RUN) / f"policy-{rank}.beacon", 0)
     return {"child": os.waitstatus_to_exitcode(status), "calls": [call.operation for call in calls]}
 
@@ -276,14 +314,15 @@ def again(rank: int, job: Job) -> Any:
     """Destroy communicators and create them again in the same process."""
     job.init(rank, refuse=True)
     dist.all_reduce(torch.ones(4))
+    job.synchronize()
     dist.destroy_process_group()
     store = dist.FileStore(
         str(Path(job.folder, "second store")), job.world
     )  # the first one deletes its file at its end
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world)
     for _ in range(2):
         dist.all_reduce(torch.ones(2))
-    settle()
+    settle(job)
     found = read_beacon(current_beacon().path)
     loops = len(abort.gloo_threads())
     return [[each.closed, each.entered, each.identity] for each in found.communicators], loops

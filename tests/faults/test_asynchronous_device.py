@@ -9,9 +9,7 @@ from lockstep.watch.attach import run_observer
 from lockstep.watch.diagnosis.verdict import StallThresholds, VerdictKind, VerdictLevel
 from tests.faults import device_ranks
 from tests.faults.live_diagnosis import LiveDiagnosis, ranks_of
-from tests.faults.ranks import RUN, ranks
-
-BACKENDS = ("gloo", NAME)
+from tests.faults.ranks import BACKENDS, RUN, ranks
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,8 @@ from lockstep.watch.diagnosis.verdict import Verdict, VerdictKind, VerdictLevel
 from tests.faults import pipeline_ranks
 from tests.faults.live_diagnosis import LiveDiagnosis, ranks_of
 from tests.faults.pipeline_ranks import CULPRIT
-from tests.faults.ranks import BOUND_S, Ranks, ranks
+from tests.faults.ranks import BACKENDS, BOUND_S, Ranks, ranks
 
-BACKENDS = ("gloo", NAME)
 SCHEDULES = [
     pytest.param(pipeline_ranks.one_forward_one_backward, marks=pytest.mark.slow),
     pytest.param(pipeline_ranks.interleaved, marks=pytest.mark.slow),

@@ -1,4 +1,6 @@
-"""The recorder with real gloo ranks: it records what they do, and the record survives them."""
+"""The recorder with real ranks: it records what they do, and the record survives them. What it promises for every
+backend is tested on gloo, whose calls block the host, and on the emulation of NCCL, whose calls return when they are
+enqueued."""
 
 import json
 import os
@@ -18,7 +20,11 @@ from lockstep.watch.procfs import processes
 from lockstep.watch.recorder import abort, commands
 from lockstep.watch.recorder.abort import release_ranks
 from tests.faults import recorded_ranks
-from tests.faults.ranks import BOUND_S, RUN, ranks, run_ranks, watched
+from tests.faults.ranks import BACKENDS, BOUND_S, RUN, ranks, run_ranks, watched
+
+NCCL = BACKENDS[1]
+TIMING = {"TORCH_NCCL_ENABLE_TIMING": "1"}
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @pytest.fixture(autouse=True)
@@ -30,40 +36,56 @@ def calls(rank: int, slot: int = 0) -> list[CallRecord]:
     return list(read_calls(run_shm_dir(RUN) / f"policy-{rank}.beacon", slot))
 
 
+def waits_for_a_message(found) -> bool:
+    """Whether the rank of `receiving` has completed its collectives and issued its receive."""
+    return "default_pg 0->1" in found and found["default_pg 0->1"].entered == 1 and found["default_pg"].completed == 3
+
+
 def good(outcomes):
     assert [(each.error, each.text) for each in outcomes] == [("", "")] * len(outcomes)
     return [each.value for each in outcomes]
 
 
+BACKEND_OF = {"gloo": ("cpu:gloo,cuda:gloo", False), NCCL: (f"cpu:{NCCL}", True)}
+"""c10d's backends of a communicator, and whether its operations run on a device."""
+GLOO_ONLY = ("monitored_barrier", "", None)
 WORLD = [
-    ("all_reduce", "[4]", None), ("broadcast", "[4]", 1), ("barrier", "", None), ("monitored_barrier", "", None),
+    ("all_reduce", "[4]", None), ("broadcast", "[4]", 1), ("barrier", "", None), GLOO_ONLY,
     ("all_gather_object", "", None), ("broadcast_object_list", "", 0), ("gather_object", "", 0),
     ("all_gather", "[4]", None), ("all_gather_into_tensor", "[4]", None), ("reduce_scatter_tensor", "[8]", None),
     ("gather", "[4]", 1), ("scatter", "[4]", 0), ("all_to_all_single", "", None), ("all_reduce", "[4]", None),
 ]  # fmt: skip
 
 
-def test_calls_and_counts_are_what_the_ranks_did(tmp_path):
-    with ranks(tmp_path, recorded_ranks.everything) as both:
+@both_backends
+def test_calls_and_counts_are_what_the_ranks_did(tmp_path, backend):
+    with ranks(tmp_path, recorded_ranks.everything, backend=backend) as both:
         values = good(both.end())
         assert [value["troubles"] for value in values] == [0, 0]
         states = [both.communicators(rank) for rank in (0, 1)]
+    expected = [each for each in WORLD if backend == "gloo" or each is not GLOO_ONLY]
     for rank, state in enumerate(states):
         world, second = state["default_pg"], state["second"]
         collectives = [call for call in calls(rank) if not call.p2p]
-        assert [(call.operation, call.shapes, call.root) for call in collectives] == WORLD
-        assert [call.issued for call in collectives] == list(range(1, len(WORLD) + 1))
+        assert [(call.operation, call.shapes, call.root) for call in collectives] == expected
+        assert [call.issued for call in collectives] == list(range(1, len(expected) + 1))
         assert all(call.where.startswith("recorded_ranks.py:") and call.stage == "train" for call in collectives)
         # two messages per object collective, three for gather_object's sizes and payload; no point-to-point call
         assert world.entered == world.completed == collectives[-1].seq
-        assert (world.rank, world.size, world.backend) == (rank, 2, "cpu:gloo,cuda:gloo")
-        assert world.blind == (rank == 1)  # it has received from any source
+        assert (world.rank, world.size) == (rank, 2)
+        assert (world.backend, world.on_device) == BACKEND_OF[backend]
+        assert world.blind == (rank == 1 and backend == "gloo")  # it has received from any source
         assert [(c.operation, c.dtype, c.root) for c in calls(rank, second.slot)] == [
             ("reduce", "float32", 0), ("all_reduce", "float64", None),
         ]  # fmt: skip
         assert (second.entered, second.completed, second.blind, second.inside) == (2, 2, False, None)
     passed = [[(call.operation, call.peer) for call in calls(rank) if call.p2p] for rank in (0, 1)]
-    assert passed == [[("send", 1), ("isend", 1)], [("recv", 0), ("irecv", None)]]
+    batch, sender = ("batch_isend_irecv", None), 0 if backend == NCCL else None
+    assert passed == [[("send", 1), ("isend", 1), batch], [("recv", 0), ("irecv", sender), batch]]
+    for pair, rank, messages in (("0->1", 0, 3), ("0->1", 1, 3), ("1->0", 0, 1), ("1->0", 1, 1)):
+        lane = states[rank][f"default_pg {pair}"]
+        known = messages if backend == NCCL or rank == 0 or pair == "1->0" else messages - 1
+        assert (lane.entered, lane.completed) == (known, known)
     for label in ("default_pg", "second"):
         mine, theirs = (state[label] for state in states)
         assert (mine.identity, mine.members, mine.issued) == (theirs.identity, theirs.members, theirs.issued)
@@ -75,12 +97,17 @@ def test_calls_and_counts_are_what_the_ranks_did(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [recorded_ranks.fsdp, pytest.param(recorded_ranks.ddp, marks=pytest.mark.slow),
-     pytest.param(recorded_ranks.tensor_parallel, marks=pytest.mark.slow)],
+    ("body", "backend"),
+    [(recorded_ranks.fsdp, "gloo")] + [
+        pytest.param(body, backend, marks=pytest.mark.slow)
+        for body, backend in [
+            (recorded_ranks.ddp, "gloo"), (recorded_ranks.tensor_parallel, "gloo"), (recorded_ranks.fsdp, NCCL),
+            (recorded_ranks.tensor_parallel, NCCL),
+        ]
+    ],
 )  # fmt: skip
-def test_counts_include_collectives_of_libraries(tmp_path, body):
-    with ranks(tmp_path, body) as both:
+def test_counts_include_collectives_of_libraries(tmp_path, body, backend):
+    with ranks(tmp_path, body, backend=backend, environment={"TORCH_NCCL_BLOCKING_WAIT": "1"}) as both:
         sequences = good(both.end())
         states = [both.communicators(rank) for rank in (0, 1)]
     for state, sequence in zip(states, sequences, strict=True):
@@ -108,11 +135,14 @@ REFUSED = {
 }
 
 
+@both_backends
 @pytest.mark.parametrize("how", REFUSED)
-def test_a_mismatched_call_is_refused_on_the_later_rank(tmp_path, how):
+def test_a_mismatched_call_is_refused_on_the_later_rank(tmp_path, how, backend):
     (tmp_path / "how").write_text(how)
     mine, theirs = REFUSED[how]
-    with ranks(tmp_path, recorded_ranks.diverging) as both:
+    with ranks(tmp_path, recorded_ranks.diverging, backend=backend) as both:
+        if backend == NCCL:  # it is ahead of its device, by a call that the other has not refused
+            both.until(0, lambda found: "fsdp" in found and found["fsdp"].entered == 4)
         both.until_inside(0, "all_reduce", "fsdp", 3)
         both.go()
         late = both.end_of(1)
@@ -123,19 +153,40 @@ def test_a_mismatched_call_is_refused_on_the_later_rank(tmp_path, how):
         assert f"but rank 0 has entered {theirs} at recorded_ranks.py:" in late.text
         state = both.communicators(1)["fsdp"]
         assert state.newest.refused and state.issued in (2, 3) and state.entered == 2
-        first = both.end_of(0)
-        assert first.error == "RuntimeError" and "onnection" in first.text  # an error, and no abort
+        if backend == "gloo":
+            first = both.end_of(0)
+            assert first.error == "RuntimeError" and "onnection" in first.text  # an error, and no abort
+        else:  # which does not notice the other's end
+            state = both.communicators(0)["fsdp"]
+            assert (state.entered, state.completed) == (4, 2)
 
 
-def test_another_root_is_refused(tmp_path):
-    with ranks(tmp_path, recorded_ranks.other_root) as both:
+@both_backends
+def test_another_root_is_refused(tmp_path, backend):
+    with ranks(tmp_path, recorded_ranks.other_root, backend=backend) as both:
         both.until_inside(0, "broadcast")
         both.go()
         assert both.end_of(1).error == "CollectiveRefused"
 
 
-def test_matching_calls_are_never_refused(tmp_path):
-    assert good(run_ranks(tmp_path, recorded_ranks.in_step, world=3)) == [0, 0, 0]
+@both_backends
+def test_matching_calls_are_never_refused(tmp_path, backend):
+    assert good(run_ranks(tmp_path, recorded_ranks.in_step, 3, backend)) == [0, 0, 0]
+
+
+@both_backends
+def test_a_receive_that_blocks_is_no_collective(tmp_path, backend):
+    """Its communicator would look as if this rank had entered a collective that the other has not."""
+    with ranks(tmp_path, recorded_ranks.receiving, backend=backend) as both:
+        both.until(1, waits_for_a_message)
+        ends = time.monotonic() + 0.5
+        while time.monotonic() < ends:
+            state = both.communicators(1)["default_pg"]
+            assert state.entered <= 3 and state.completed <= 3 and not state.blind
+        both.go()
+        assert good(both.end()) == [None, None]
+        for state in (both.communicators(rank)["default_pg"] for rank in (0, 1)):
+            assert (state.entered, state.completed, state.blind) == (4, 4, False)
 
 
 def test_a_deadlock_on_two_communicators_is_visible_on_both(tmp_path):
@@ -147,10 +198,25 @@ def test_a_deadlock_on_two_communicators_is_visible_on_both(tmp_path):
             assert both.until(rank, lambda found, label=label: label in found)[label].entered in (-1, 0)
 
 
+def test_a_deadlock_on_devices_is_visible_by_what_they_have_started(tmp_path):
+    """Both hosts have issued both collectives; each device has started the other one."""
+    with ranks(tmp_path, recorded_ranks.crossed, backend=NCCL, environment=TIMING) as both:
+        for rank, started in ((0, {"one": 1, "two": 0}), (1, {"one": 0, "two": 1})):
+            found = both.until(
+                rank, lambda found, first=started: all(
+                    label in found and found[label].started == count for label, count in first.items()
+                )
+            )  # fmt: skip
+            for label in started:
+                assert (found[label].entered, found[label].completed) == (1, 0)
+                assert (found[label].inside.seq, found[label].inside.asynchronous) == (1, True)
+
+
+@both_backends
 @pytest.mark.parametrize("how", ["kill", "stop", "gil"])
-def test_evidence_outlives_the_rank(tmp_path, how):
+def test_evidence_outlives_the_rank(tmp_path, how, backend):
     (tmp_path / "how").write_text(how)
-    with ranks(tmp_path, recorded_ranks.stuck) as both:
+    with ranks(tmp_path, recorded_ranks.stuck, backend=backend) as both:
         both.until_inside(0, "all_reduce", number=3)
         wait_for(tmp_path / "absent")
         if how != "gil":
@@ -168,11 +234,12 @@ def test_evidence_outlives_the_rank(tmp_path, how):
             assert read_beacon(both.path(1)).beat_ns - then < 10**9  # frozen: no heartbeat
 
 
+@both_backends
 @pytest.mark.parametrize("way", ["outside", "inside"])
-def test_innocent_ranks_get_the_verdict_within_a_second(tmp_path, way):
+def test_innocent_ranks_get_the_verdict_within_a_second(tmp_path, way, backend):
     (tmp_path / "how").write_text("absent")
     watched()
-    with ranks(tmp_path, recorded_ranks.stuck, world=3) as three:
+    with ranks(tmp_path, recorded_ranks.stuck, 3, backend) as three:
         threads = [three.until_inside(rank, "all_reduce", number=3).loop_thread for rank in (0, 1)]
         assert all(threads)
         names = ["policy-0", "policy-1"]
@@ -183,14 +250,26 @@ def test_innocent_ranks_get_the_verdict_within_a_second(tmp_path, way):
             broken = release_ranks(RUN, states, text, {"kind": "absent"})
             assert set(broken) == set(names) and min(broken.values()) >= 1
         else:
-            commands.send_command(RUN, "verdict", names, text=text, verdict={"kind": "absent"})
+            commands.send_command(RUN, "verdict", names, text=text, verdict={"kind": "absent"}, freed=True)
             commands.send_command(RUN, "free", names, communicator="default_pg")
         for rank in (0, 1):
             outcome = three.end_of(rank)
             assert (outcome.error, outcome.text) == ("CollectiveStalled", text)
             assert float((tmp_path / f"freed-{rank}").read_text()) - began < 1.0
-        assert three.communicators(0)["default_pg"].newest.failed
+        released = three.communicators(0)["default_pg"]
+        assert (released.newest.failed, released.completed) == (backend == "gloo", 2)
         three.go()
+
+
+@both_backends
+def test_a_rank_that_waits_for_a_message_is_released(tmp_path, backend):
+    watched()
+    with ranks(tmp_path, recorded_ranks.receiving, backend=backend) as both:
+        both.until(1, waits_for_a_message)
+        release_ranks(RUN, [read_beacon(both.path(1))], "rank 0 has not sent")
+        outcome = both.end_of(1)
+        assert (outcome.error, outcome.text) == ("CollectiveStalled", "rank 0 has not sent")
+        both.go()
 
 
 def test_a_stopped_rank_is_released_from_outside(tmp_path):
@@ -256,35 +335,44 @@ def test_a_dead_link_is_noticed_long_before_the_timeout(tmp_path):
         assert time.monotonic() - began < 20  # five seconds by the kernel's clock; the collective's bound is sixty
 
 
-def test_a_failure_of_the_recorder_does_not_fail_the_job(tmp_path):
-    for value in good(run_ranks(tmp_path, recorded_ranks.failing_recorder)):
+@both_backends
+def test_a_failure_of_the_recorder_does_not_fail_the_job(tmp_path, backend):
+    for value in good(run_ranks(tmp_path, recorded_ranks.failing_recorder, backend=backend)):
         assert value["sum"] == 8.0 and value["troubles"] >= 3
 
 
-def test_a_forked_child_does_not_write_for_its_parent(tmp_path):
-    for value in good(run_ranks(tmp_path, recorded_ranks.with_child)):
+@both_backends
+def test_a_forked_child_does_not_write_for_its_parent(tmp_path, backend):
+    for value in good(run_ranks(tmp_path, recorded_ranks.with_child, backend=backend)):
         assert value == {"child": 0, "calls": ["all_reduce", "all_reduce"]}
 
 
-def test_communicators_of_one_name_are_distinguished(tmp_path):
-    values = good(run_ranks(tmp_path, recorded_ranks.again))
+@both_backends
+def test_communicators_of_one_name_are_distinguished(tmp_path, backend):
+    values = good(run_ranks(tmp_path, recorded_ranks.again, backend=backend))
     assert values[0] == values[1]
     (old, new), loops = values[0]
     assert loops == 1  # the destroyed communicator is not referenced
     assert (old[:2], new[:2]) == ([True, 1], [False, 2]) and old[2] != new[2]
 
 
-def test_a_dump_is_written_on_request(tmp_path):
+@pytest.mark.parametrize(
+    ("backend", "file", "operation", "last"),
+    [("gloo", "policy-0.json", "gloo:all_reduce", "scheduled"),
+     (NCCL, "policy-0-nccl.json", "nccl:allreduce", "started")],
+)  # fmt: skip
+def test_a_dump_is_written_on_request(tmp_path, backend, file, operation, last):
     (tmp_path / "how").write_text("absent")
     folder = tmp_path / "dumps"
     folder.mkdir()
-    with ranks(tmp_path, recorded_ranks.stuck) as both:
+    with ranks(tmp_path, recorded_ranks.stuck, backend=backend, environment=TIMING) as both:
         both.until_inside(0, "all_reduce", number=3)
         commands.send_command(RUN, "dump", ["policy-0"], folder=str(folder))
-        wait_for(folder / "policy-0.json")
-        entries = json.loads((folder / "policy-0.json").read_text())["entries"]
-        assert [entry["profiling_name"] for entry in entries] == ["gloo:all_reduce"] * 3
+        wait_for(folder / file)
+        entries = json.loads((folder / file).read_text())["entries"]
+        assert [entry["profiling_name"] for entry in entries] == [operation] * 3
         assert [entry["retired"] for entry in entries] == [True, True, False]
+        assert entries[-1]["state"] == last
         assert not (folder / "policy-1.json").exists()
         both.go()
 

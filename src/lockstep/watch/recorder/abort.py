@@ -276,6 +276,6 @@ def _abort_communicators(run: str, state: BeaconState) -> int:
         left_to_rank = open_records
     except ProcessLookupError:
         return 0
-    for each in left_to_rank:
-        commands.send_command(run, "free", [state.name], communicator=f"{each.identity:016x}")
+    for identity in {each.identity if each.pair is None else each.pair.of for each in left_to_rank}:
+        commands.send_command(run, "free", [state.name], communicator=f"{identity:016x}")
     return broken

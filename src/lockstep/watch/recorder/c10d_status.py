@@ -114,6 +114,9 @@ class C10dStatusReader:
         self.flight_recorders: list[FlightRecorder] = flight_recorders(c10d)
         self._by_number: dict[tuple[str, str], CommunicatorMember | None] = {}
         """Members by kind of the flight recorder and its number of the communicator; None for destroyed ones."""
+        self._destroyed: list[tuple[str, bool]] = []
+        """Name, and whether it blocks the host, of each communicator that was used and destroyed before its number was
+        known."""
         self._checked: dict[tuple[str, str], float] = {}
         """When the unfinished operations of a communicator were dumped last, by the same keys."""
 
@@ -123,7 +126,7 @@ class C10dStatusReader:
         for each in all_members:
             each.transfers.poll()
         for flight in self.flight_recorders:
-            for number, counts in flight.status().items():
+            for number, counts in sorted(flight.status().items(), key=lambda each: int(each[0])):
                 key = flight.kind, number
                 member = self._by_number[key] if key in self._by_number else self._assign(flight, number, all_members)
                 if member is not None:
@@ -162,11 +165,16 @@ class C10dStatusReader:
     def _assign(
         self, flight: FlightRecorder, number: str, members: list[CommunicatorMember]
     ) -> CommunicatorMember | None:
-        """Assigns the number to the newest communicator of that name that has no number yet."""
-        name = flight.name(number)
+        """Assigns the number to the communicator of that name that has no number yet. Numbers ascend, and a name is
+        used again after its communicator was destroyed."""
+        name, blocks_host = flight.name(number), flight.kind == "gloo"
+        if name is not None and (name, blocks_host) in self._destroyed:
+            self._destroyed.remove((name, blocks_host))
+            self._by_number[flight.kind, number] = None
+            return None
         taken = {id(member) for member in self._by_number.values()}
         named = [each for each in members if each.name == name and id(each) not in taken]
-        free = [each for each in named if each.blocks_host == (flight.kind == "gloo")]
+        free = [each for each in named if each.blocks_host == blocks_host]
         if not free:
             return None
         self._by_number[flight.kind, number] = free[-1]
@@ -174,4 +182,8 @@ class C10dStatusReader:
 
     def forget(self, member: CommunicatorMember) -> None:
         """Removes the member of a destroyed communicator; a later one of the same name gets another number."""
+        if all(kept is not member for kept in self._by_number.values()):
+            if member.transfers.used or member.sequence() > 0:
+                self._destroyed.append((member.name, member.blocks_host))
+            return
         self._by_number = {key: None if kept is member else kept for key, kept in self._by_number.items()}

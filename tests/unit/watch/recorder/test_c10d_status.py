@@ -4,10 +4,14 @@ import json
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lockstep.watch.recorder.c10d_status import FlightRecorder, unfinished_messages
+from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
+from lockstep.watch.recorder.c10d_status import C10dStatusReader, FlightRecorder, unfinished_messages
+from lockstep.watch.recorder.communicator import CommunicatorMember
 from lockstep.watch.recorder.transfers import Message
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dumps"))
@@ -64,3 +68,53 @@ def test_an_old_torch_dumps_all_entries() -> None:
 
     operations = FlightRecorder("nccl", dump).operations("0", only_active=True)
     assert unfinished_messages(operations) == {Message(True, 1): [True]}
+
+
+class Nccl:
+    """NCCL's flight recorder and the sequence numbers of communicators, which all have the name 0."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def _dump_nccl_trace_json(self, includeCollectives: bool, onlyActive: bool = False) -> str:  # noqa: N803
+        status = {
+            number: {"last_enqueued_collective": count, "last_completed_collective": count}
+            for number, count in self.counts.items()
+        }
+        entries = [{"pg_id": int(number), "process_group": ["0", "default_pg"]} for number in self.counts]
+        return json.dumps({"pg_status": status, "entries": entries if includeCollectives else []})
+
+    def group(self, number: str) -> SimpleNamespace:
+        return SimpleNamespace(_get_sequence_number_for_group=lambda: self.counts.get(number, 0))
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_new_communicator_has_no_counts_of_a_destroyed_one_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool, polled: bool
+) -> None:
+    """Also if the old one was destroyed before its number was known. NCCL's recorder keeps its counts."""
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    beacon, nccl = open_beacon("run-1", "policy-0", "policy", 0), Nccl()
+    rings, reader = beacon.call_rings(), C10dStatusReader(nccl)
+    assert rings is not None
+
+    def member(number: str) -> CommunicatorMember:
+        slot = rings.open_slot(int(number), 2, "0", "default_pg", "nccl", 2, 0, on_device=True)
+        return CommunicatorMember(nccl.group(number), slot, "0", "default_pg", [0, 1], 0)
+
+    old = member("0")
+    if used:
+        nccl.counts["0"] = 7
+    if polled:
+        reader.update([old])
+    reader.forget(old)
+    new = member("1")
+    reader.update([new])
+    assert new.written_counts[:2] == (-1, -1)
+    nccl.counts["1"] = 2
+    reader.update([new])
+    state = read_beacon(beacon.path)
+    assert state is not None
+    assert [(each.entered, each.completed) for each in state.communicators[1:]] == [(2, 2)]
+    close_beacon()
