@@ -19,7 +19,11 @@ BOUND_S = 120.0
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [("kernel", "device_lag"), pytest.param("operation", "mismatch", marks=pytest.mark.slow)],
+    [
+        ("kernel", "device_lag"),
+        pytest.param("stopped", "absent", marks=pytest.mark.slow),
+        pytest.param("operation", "mismatch", marks=pytest.mark.slow),
+    ],
 )
 def test_the_rank_whose_host_or_device_fails_is_named_alone(tmp_path: Path, fault: str, kind: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
