@@ -168,6 +168,7 @@ def test_the_wheels_complete_the_packages_of_an_image_with_pytorch():
     lock = (ROOT / "requirements.lock").read_text()
     assert [name for name, version in pins.items() if f"\n{name}=={version} " not in lock] == []
     needed = _closure("lockstep-rl", {"train"}) | _closure("pytest", set()) | _closure("hypothesis", set())
+    needed |= _closure("nvidia-ml-py", set())
     assert sorted(needed - set(pins) - set(host_facts.BESIDE_TORCH) - {"lockstep-rl"}) == []
     assert sorted(set(pins) - needed) == [], "named, and not needed"
 

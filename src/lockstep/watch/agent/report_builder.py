@@ -19,6 +19,8 @@ from lockstep.watch.agent.report_messages import (
 )
 from lockstep.watch.beacon.beacon_records import CallRecord, CommunicatorRecord
 from lockstep.watch.beacon.reader import read_calls
+from lockstep.watch.devices.device_sampler import DeviceSampler
+from lockstep.watch.devices.device_samples import HostDevices
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
     UNKNOWN,
@@ -45,6 +47,7 @@ class ReportBuilder:
 
     host: str
     roster: Roster = field(default_factory=lambda: Roster("", 0))
+    devices: DeviceSampler | None = None
     _explained: set[int] = field(default_factory=set)
     """Signatures whose calls all supervisors have received."""
 
@@ -77,8 +80,14 @@ class ReportBuilder:
             about=self._about(calls),
             sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
             gaps=tuple(gaps),
+            devices=self._devices(states),
         )
         return self.roster, state
+
+    def _devices(self, states: Sequence[ProcessState]) -> HostDevices:
+        if self.devices is None:
+            return HostDevices()
+        return self.devices.report([(each.pid, each.start_ticks) for each in states])
 
     def _update_roster(
         self, states: Sequence[ProcessState], memberships: Sequence[tuple[int, CommunicatorRecord]]
