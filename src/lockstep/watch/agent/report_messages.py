@@ -151,7 +151,7 @@ class StateReport:
     about: Mapping[int, CollectiveCall] = field(default_factory=dict)
     sites: Sequence[tuple[int, int, str]] = ()
     gaps: tuple[str, ...] = ()
-    devices: HostDevices = HostDevices()
+    devices: HostDevices = field(default_factory=HostDevices)
 
 
 def pack_process(

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.watch.devices.device_samples import DeviceSample
@@ -125,18 +125,40 @@ def process_facts(pid: int, own_entries: Collection[int] = ()) -> ProcessFacts:
     return ProcessFacts(pids, open_minors(pids), {name: value for name, _, value in pairs})
 
 
+@dataclass(slots=True)
+class _Remembered:
+    facts: ProcessFacts
+    looked_at: float
+    devices: tuple[str, ...] = ()
+    """Uuids of the devices that it was last known to use."""
+    source: str = ""
+
+
 class DeviceMapping:
-    """Remembers which process uses which device, and looks again from time to time."""
+    """Remembers which process uses which device, and looks again from time to time. A process that has ended has used
+    those that it was last known to use."""
 
     def __init__(self) -> None:
-        self._facts: dict[tuple[int, int], tuple[float, ProcessFacts]] = {}
+        self._known: dict[tuple[int, int], _Remembered] = {}
 
-    def facts(self, tracked: Sequence[tuple[int, int]]) -> list[ProcessFacts]:
-        """The facts about processes, each given by pid and start time."""
-        now = time.monotonic()
-        pids = {pid for pid, _ in tracked}
+    def uses(
+        self, tracked: Sequence[tuple[int, int]], devices: Sequence[DeviceSample]
+    ) -> list[tuple[ProcessFacts, tuple[int, ...], str]]:
+        """The facts about each of the processes, given by pid and start time, its devices as indices into `devices`,
+        and how these are known."""
+        now, pids = time.monotonic(), {pid for pid, _ in tracked}
+        by_uuid = {each.uuid: number for number, each in enumerate(devices)}
         for each in tracked:
-            if each not in self._facts or now - self._facts[each][0] >= REFRESH_S:
-                self._facts[each] = now, process_facts(each[0], pids)
-        self._facts = {each: self._facts[each] for each in tracked}
-        return [self._facts[each][1] for each in tracked]
+            known = self._known.get(each)
+            living = processes.is_alive(each[0], each[1] or None)
+            if known is None or (living and now - known.looked_at >= REFRESH_S):
+                facts = process_facts(each[0], pids) if living else ProcessFacts(frozenset())
+                known = self._known[each] = replace(known or _Remembered(facts, now), facts=facts, looked_at=now)
+            if living:
+                found, source = devices_of(known.facts, devices)
+                known.devices, known.source = tuple(devices[number].uuid for number in found), source
+        self._known = {each: self._known[each] for each in tracked}
+        return [
+            (each.facts, tuple(by_uuid[uuid] for uuid in each.devices if uuid in by_uuid), each.source)
+            for each in self._known.values()
+        ]

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.watch.devices.device_history import DeviceHistory
-from lockstep.watch.devices.device_mapping import DeviceMapping, ProcessFacts, devices_of
+from lockstep.watch.devices.device_mapping import DeviceMapping, ProcessFacts
 from lockstep.watch.devices.device_samples import (
     DeviceFault,
     DeviceSample,
@@ -130,15 +130,17 @@ class DeviceSampler:
         samples = [each.sample for each in states]
         uses = [
             use
-            for process, facts in enumerate(self._mapping.facts(tracked) if states else ())
-            for use in self._uses(process, facts, samples, now)
+            for process, known in enumerate(self._mapping.uses(tracked, samples))
+            for use in self._uses(process, samples, now, *known)
         ]
         return HostDevices(tuple(states), tuple(uses), self._gap(now))
 
-    def _uses(self, process: int, facts: ProcessFacts, samples: Sequence[DeviceSample], now: float) -> list[DeviceUse]:
-        found, source = devices_of(facts, samples)
+    def _uses(
+        self, process: int, samples: Sequence[DeviceSample], now: float,
+        facts: ProcessFacts, devices: Sequence[int], source: str,
+    ) -> list[DeviceUse]:  # fmt: skip
         uses = []
-        for device in found:
+        for device in devices:
             moved_at, idle_since = self._history.process_activity(samples[device].uuid, facts.pids)
             shared = self._history.is_shared(samples[device].uuid, facts.pids)
             uses.append(DeviceUse(process, device, source, shared, now - moved_at, now - idle_since))

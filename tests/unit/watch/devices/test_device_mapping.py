@@ -1,6 +1,7 @@
 """Which process uses which device: by the driver's list, by open device files, by the environment."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,21 @@ def test_facts_of_a_process_are_remembered_for_a_while(monkeypatch: pytest.Monke
     ticks = start_ticks(own)
     assert ticks is not None
     assert own in process_facts(own).pids and process_facts(own).variables
-    mapping = DeviceMapping()
-    first = mapping.facts([(own, ticks)])
+    mapping, devices = DeviceMapping(), [DeviceSample("GPU-0", processes=(DeviceProcess(own),))]
+    first = mapping.uses([(own, ticks)], devices)
+    assert first[0][1:] == ((0,), "driver")
     monkeypatch.setattr("lockstep.watch.devices.device_mapping.process_facts", lambda *given: None)
-    assert mapping.facts([(own, ticks)]) == first
+    assert mapping.uses([(own, ticks)], devices) == first
+
+
+def test_a_process_that_has_ended_has_used_its_last_devices() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        ticks = start_ticks(child.pid)
+        assert ticks is not None
+        tracked = [(child.pid, ticks)]
+        mapping, devices = DeviceMapping(), [DeviceSample("GPU-0", processes=(DeviceProcess(child.pid),))]
+        assert mapping.uses(tracked, devices)[0][1] == (0,)
+        child.kill()
+    gone = [DeviceSample("GPU-1"), DeviceSample("GPU-0", processes=())]
+    assert mapping.uses(tracked, gone)[0][1:] == ((1,), "driver")
+    assert mapping.uses([(child.pid, ticks + 1)], gone)[0][1:] == ((), ""), "another process of the same pid"
