@@ -48,6 +48,8 @@ class ReportBuilder:
     host: str
     roster: Roster = field(default_factory=lambda: Roster("", 0))
     devices: DeviceSampler | None = None
+    last_devices: HostDevices = field(default_factory=HostDevices)
+    """Those of the last report."""
     _explained: set[int] = field(default_factory=set)
     """Signatures whose calls all supervisors have received."""
 
@@ -66,6 +68,8 @@ class ReportBuilder:
             if not (record.closed and process.living)  # a process that ends destroys its communicators
         ]
         self._update_roster(states, memberships)
+        if self.devices is not None:
+            self.last_devices = self.devices.report([(each.pid, each.start_ticks) for each in states])
         now = time.monotonic_ns()
         calls = [_newest_calls(states[index], record, now) for index, record in memberships]
         state = StateReport(
@@ -80,14 +84,9 @@ class ReportBuilder:
             about=self._about(calls),
             sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
             gaps=tuple(gaps),
-            devices=self._devices(states),
+            devices=self.last_devices,
         )
         return self.roster, state
-
-    def _devices(self, states: Sequence[ProcessState]) -> HostDevices:
-        if self.devices is None:
-            return HostDevices()
-        return self.devices.report([(each.pid, each.start_ticks) for each in states])
 
     def _update_roster(
         self, states: Sequence[ProcessState], memberships: Sequence[tuple[int, CommunicatorRecord]]

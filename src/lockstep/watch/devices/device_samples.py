@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 NAN = float("nan")
 
@@ -130,15 +132,6 @@ class HostDevices:
         return not (self.devices or self.gap)
 
 
-_NESTED: dict[tuple[type, str], type] = {
-    (DeviceSample, "processes"): DeviceProcess,
-    (DeviceState, "sample"): DeviceSample,
-    (DeviceState, "faults"): DeviceFault,
-    (HostDevices, "devices"): DeviceState,
-    (HostDevices, "uses"): DeviceUse,
-}
-
-
 def record_to_json(record: Any) -> dict[str, Any]:
     """Converts a record of this module to JSON, without fields that have their defaults."""
     found: dict[str, Any] = {}
@@ -165,17 +158,9 @@ def record_from_json(kind: type[T], data: Mapping[str, Any]) -> T:
         ValueError: `data` is not the JSON of such a record.
     """
     try:
-        names = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        return kind(**{name: _parse_value(kind, name, value) for name, value in data.items() if name in names})
-    except (TypeError, AttributeError) as error:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
         raise ValueError(f"not a {kind.__name__}: {error}") from error
-
-
-def _parse_value(kind: type, name: str, value: Any) -> Any:
-    nested = _NESTED.get((kind, name))
-    if isinstance(value, list):
-        return tuple(record_from_json(nested, each) if nested else each for each in value)
-    return record_from_json(nested, value) if nested and value is not None else value
 
 
 def device_label(sample: DeviceSample) -> str:
