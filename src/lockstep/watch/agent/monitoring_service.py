@@ -37,6 +37,7 @@ from lockstep.watch.agent.report_messages import encode_report
 from lockstep.watch.agent.worker_spawner import WorkerProcess
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.devices.device_sampler import DeviceSampler
+from lockstep.watch.devices.device_samples import record_to_json
 from lockstep.watch.procfs import processes, py_spy
 from lockstep.watch.procfs.py_spy import StackSampler
 from lockstep.watch.recorder import commands
@@ -191,7 +192,9 @@ class MonitoringService:
     def _collect(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         names = set(message["names"])
         chosen = [process for process in self._monitor.tracked.values() if process.name in names]
-        self._reply(number, {"host": self._host, **host_evidence.collect_host_evidence(chosen, int(message["lines"]))})
+        evidence = host_evidence.collect_host_evidence(chosen, int(message["lines"]))
+        devices = record_to_json(self._reports.last_devices)
+        self._reply(number, {"host": self._host, **evidence, **({"devices": devices} if devices else {})})
 
     def _forget(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._monitor.forget(str(message["name"]), FORGET_S)
