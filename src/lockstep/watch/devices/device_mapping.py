@@ -45,6 +45,8 @@ def devices_of(facts: ProcessFacts, devices: Sequence[DeviceSample]) -> tuple[tu
         return tuple(listed), "driver"
     if facts.minors and len(usable) == 1 and devices[usable[0]].minor is not None:
         return tuple(usable), "file"
+    if facts.minors is not None and not facts.minors:
+        return (), ""  # it has not opened any device
     chosen = _of_environment(facts.variables, devices)
     return ((chosen,), "environment") if chosen in usable else ((), "")
 
@@ -135,8 +137,8 @@ class _Remembered:
 
 
 class DeviceMapping:
-    """Remembers which process uses which device, and looks again from time to time. A process that has ended has used
-    those that it was last known to use."""
+    """Remembers which process uses which device, and looks again from time to time. What was known last holds for a
+    process that has ended and for a device that is lost, of which the driver lists no processes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], _Remembered] = {}
@@ -154,7 +156,8 @@ class DeviceMapping:
             if known is None or (living and now - known.looked_at >= REFRESH_S):
                 facts = process_facts(each[0], pids) if living else ProcessFacts(frozenset())
                 known = self._known[each] = replace(known or _Remembered(facts, now), facts=facts, looked_at=now)
-            if living:
+            lost = [uuid for uuid in known.devices if uuid in by_uuid and devices[by_uuid[uuid]].lost]
+            if living and not lost:
                 found, source = devices_of(known.facts, devices)
                 known.devices, known.source = tuple(devices[number].uuid for number in found), source
         self._known = {each: self._known[each] for each in tracked}

@@ -22,7 +22,7 @@ _REPORT_S = 2.0
 def find_device_faults(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray) -> list[Hypothesis]:
     """A hypothesis for each living process that takes part in a stall and whose device has failed."""
     found = []
-    for process, devices in context.evidence.devices.items():
+    for process, devices in _likely_users(context).items():
         if context.liveness(process) not in (Liveness.RUNNING, Liveness.STOPPED) or context.note(process).ours:
             continue
         node = _stalled_node(context, graph, relevant, process)
@@ -30,6 +30,16 @@ def find_device_faults(context: DiagnosisContext, graph: WaitGraph, relevant: Bo
         if failed is not None:
             found.append(_device_hypothesis(context, process, node, *failed))
     return found
+
+
+def _likely_users(context: DiagnosisContext) -> dict[int, tuple[ProcessDevice, ...]]:
+    """The devices of each process, without those that it should use by its environment and others are known to use."""
+    by_process = context.evidence.devices
+    known = {each.sample.uuid for devices in by_process.values() for each in devices if each.certain}
+    return {
+        process: tuple(each for each in devices if each.certain or each.sample.uuid not in known)
+        for process, devices in by_process.items()
+    }
 
 
 def _stalled_node(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray, process: int) -> int | None:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,9 @@ def test_a_pid_of_another_namespace_is_not_believed() -> None:
 def test_the_only_open_device_file_decides_without_a_pid() -> None:
     assert of(gpus((500,), (501,), (502,)), {2}, CUDA_VISIBLE_DEVICES="0") == ((2,), "file")
     assert of(gpus((), ()), set(), LOCAL_RANK="1") == ((), ""), "a process that has no device open uses none"
+    unnumbered = [replace(each, minor=None) for each in gpus((7,), ())]
+    assert of(unnumbered, set(), LOCAL_RANK="1") == ((0,), "driver")
+    assert of(unnumbered[1:], set(), CUDA_VISIBLE_DEVICES="0") == ((), "")
 
 
 def test_the_environment_decides_at_last() -> None:
@@ -108,6 +112,8 @@ def test_facts_of_a_process_are_remembered_for_a_while(monkeypatch: pytest.Monke
     assert first[0][1:] == ((0,), "driver")
     monkeypatch.setattr("lockstep.watch.devices.device_mapping.process_facts", lambda *given: None)
     assert mapping.uses([(own, ticks)], devices) == first
+    lost = [DeviceSample("GPU-1"), DeviceSample("GPU-0", lost="GPU is lost")]
+    assert mapping.uses([(own, ticks)], lost)[0][1:] == ((1,), "driver"), "the driver lists nobody any more"
 
 
 def test_a_process_that_has_ended_has_used_its_last_devices() -> None:

@@ -153,6 +153,18 @@ def test_a_device_known_by_the_environment_is_too_little_to_act_on() -> None:
     guessed = ProcessDevice(LOST, certain=False, faults=(fault("lost", 55),))
     verdict = check(diagnose(waiting_for_its_device(guessed)), VerdictKind.DEVICE, ["policy-1"])
     assert verdict.confidence < MIN_ACTION_CONFIDENCE
+    sure = replace(guessed, certain=True)
+    both = replace(waiting_for_its_device(), devices={1: (sure,), 2: (guessed,)})
+    assert check(diagnose(both), VerdictKind.DEVICE, ["policy-1"]).confidence == 0.95, "the driver names its user"
+
+
+def test_ranks_that_share_a_device_are_named_together() -> None:
+    lost = ProcessDevice(LOST, faults=(fault("lost", 50),))
+    job = snapshot(policy(3), [Group("fsdp", [0, 1, 2], [7] * 3, [6] * 3)])
+    verdict = check(
+        diagnose(replace(job, devices={0: (lost,), 2: (lost,)})), VerdictKind.DEVICE, ["policy-0", "policy-2"]
+    )
+    assert "ranks 0 and 2 (policy) use GPU 3, which has failed" in verdict.explanation
 
 
 def test_a_rank_that_dies_with_its_device_has_the_class_of_the_device() -> None:
