@@ -173,7 +173,10 @@ class DeviceSampler:
                 return False
             *lines, self._pending = (self._pending + data).split(b"\n")
             for line in lines:
-                self._receive(json.loads(line))
+                try:
+                    self._receive(json.loads(line))
+                except (ValueError, TypeError, LookupError) as error:  # NVIDIA's library may write there, too
+                    log.debug("the sampler wrote %r: %s", line[:200], error)
 
     def _receive(self, line: Mapping[str, Any]) -> None:
         now = self._heard_at = time.monotonic()
@@ -186,7 +189,7 @@ class DeviceSampler:
             self._history.add_xid(str(line["uuid"]), int(line["xid"]), now)
         elif "devices" in line:
             self._history.add_samples([record_from_json(DeviceSample, each) for each in line["devices"]], now)
-            self._reading, self._silent, self._sampled = None, None, True
+            self._reading, self._silent, self._sampled, self._restarts = None, None, True, 0
 
     def _check_silence(self, child: "subprocess.Popen[bytes]") -> None:
         """Kills a child that has been blocked in a call for too long. One that runs, or waits for a core, is slow."""

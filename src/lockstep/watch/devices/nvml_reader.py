@@ -99,7 +99,8 @@ class NvmlReader:
             try:
                 found += self._read_gpu(gpu)
             except _DeviceLost as lost:
-                found.append(DeviceSample(gpu.uuid, gpu.index, gpu.name, minor=gpu.minor, lost=str(lost)))
+                uuid = gpu.uuid or f"GPU {gpu.index}"  # it was lost from the beginning
+                found.append(DeviceSample(uuid, gpu.index, gpu.name, minor=gpu.minor, lost=str(lost)))
         return found
 
     def xids(self) -> Iterator[tuple[str, int]]:

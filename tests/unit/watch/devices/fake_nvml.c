@@ -66,7 +66,13 @@ static int small(const device *d, const char *name, unsigned *out) {
   return code;
 }
 
-int nvmlInitWithFlags(unsigned flags) { u64 code = 0; number("init", &code); return (int)code; }
+int nvmlInitWithFlags(unsigned flags) {
+  u64 code = 0;
+  char noise[768];
+  if (look("noise", noise)) { printf("%s\n", noise); fflush(stdout); }
+  number("init", &code);
+  return (int)code;
+}
 int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void) { return SUCCESS; }
 const char *nvmlErrorString(int code) { return code == 15 ? "GPU is lost" : code == 18 ? "Driver/library version mismatch" : "error"; }

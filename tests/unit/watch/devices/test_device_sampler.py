@@ -18,10 +18,16 @@ __all__ = ["nvml"]
 BOUND_S = 30.0
 
 
-@pytest.fixture
-def sampler() -> Iterator[DeviceSampler]:
+@contextlib.contextmanager
+def started() -> Iterator[DeviceSampler]:
     with contextlib.closing(DeviceSampler(every_s=0.1, silent_s=1.0)) as made:
         made.start()
+        yield made
+
+
+@pytest.fixture
+def sampler() -> Iterator[DeviceSampler]:
+    with started() as made:
         yield made
 
 
@@ -136,9 +142,10 @@ def test_a_call_that_does_not_return_is_reported_and_the_child_killed(nvml: Fake
     assert sampler.report().gap, "the silence remains until the driver answers"
 
 
-def test_a_child_that_hangs_before_the_first_sample_is_reported(nvml: FakeNvml, sampler: DeviceSampler) -> None:
+def test_a_child_that_hangs_before_the_first_sample_is_reported(nvml: FakeNvml) -> None:
     nvml.set(gpu0__hang=1)
-    assert "about GPU 0" in until(sampler, lambda found: bool(found.gap)).gap
+    with started() as sampler:
+        assert "about GPU 0" in until(sampler, lambda found: bool(found.gap)).gap
 
 
 def test_sampling_begins_again_after_a_crash(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,15 +161,32 @@ def test_sampling_begins_again_after_a_crash(nvml: FakeNvml, monkeypatch: pytest
         until(sampler, lambda found: only(found).sample.busy == 55)
 
 
-def test_a_driver_that_does_not_fit_its_library_leaves_no_devices(nvml: FakeNvml, sampler: DeviceSampler) -> None:
+def test_a_driver_that_does_not_fit_its_library_leaves_no_devices(nvml: FakeNvml) -> None:
     nvml.set(init=18)
-    end = time.monotonic() + BOUND_S
-    while not sampler.unavailable:
-        assert time.monotonic() < end
-        sampler.tick()
-        time.sleep(0.02)
-    assert "mismatch" in sampler.unavailable.lower()
-    assert sampler.report() == HostDevices()
+    with started() as sampler:
+        end = time.monotonic() + BOUND_S
+        while not sampler.unavailable:
+            assert time.monotonic() < end
+            sampler.tick()
+            time.sleep(0.02)
+        assert "mismatch" in sampler.unavailable.lower()
+        assert sampler.report() == HostDevices()
+
+
+def test_gpus_that_are_lost_from_the_beginning_are_reported(nvml: FakeNvml) -> None:
+    nvml.set(count=3, **gpu(1), **gpu(2), gpu0__lost=15, gpu2__handle__error=15)
+    with started() as sampler:
+        found = until(sampler, sampled)
+        assert [(each.sample.index, each.sample.lost) for each in found.devices] == [
+            (0, "GPU is lost"), (1, ""), (2, "GPU is lost"),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("noise", ["WARNING: infoROM is corrupted", "{}", '{"devices": [3]}', '{"xid": "x"}', "[1]"])
+def test_what_the_library_prints_disturbs_nothing(nvml: FakeNvml, noise: str) -> None:
+    nvml.set(noise=noise)
+    with started() as sampler:
+        assert only(until(sampler, sampled)).sample.busy == 0
 
 
 def test_without_the_library_there_is_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
