@@ -27,7 +27,7 @@ from benchmarks.gpu.gpu_table import table
 from benchmarks.gpu.host_facts import ROOT, host_facts, missing_wheels, source_digest
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-NAMES = ("ceilings", "policy", "trainer", "weights", "watch", "sft", "decode", "grpo")
+NAMES = ("ceilings", "policy", "trainer", "weights", "watch", "devices", "sft", "decode", "grpo")
 """Here as well as in `benchmarks.gpu.parts`, which imports torch: `--help`, `--wheels` and `--table` need no packages,
 as they tell what to install."""
 

@@ -18,7 +18,7 @@ def table(results: dict[str, Any]) -> str:
         lines += [f"Matrix product in bf16: {ceilings['flops'] / 1e12:.0f} TFLOP/s; copy: "
                   f"{ceilings['bytes_per_s'] / 1e9:.0f} GB/s, read and written.", ""]  # fmt: skip
     lines += _sft(done.get("sft", {}), ceilings) + _decode(done.get("decode", {}), ceilings)
-    lines += _grpo(done.get("grpo", {}))
+    lines += _grpo(done.get("grpo", {})) + _devices(done.get("devices", {}))
     return "\n".join(lines).strip() + "\n"
 
 
@@ -75,6 +75,21 @@ def _decoded(record: dict[str, Any]) -> Iterator[tuple[str, int, float, float]]:
     for name, by_rows in record.items():
         for rows, each in by_rows.items():
             yield name, int(rows), each["tokens_per_s"], each["bytes_per_step"]
+
+
+def _devices(record: dict[str, Any]) -> list[str]:
+    if not record:
+        return []
+    lines = [
+        "| load of the GPU | busy | memory busy | power | samples | moves | idle |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, each in record["loads"].items():
+        figures = [f"{each[key]:.0f}%" if key in each else "" for key in ("busy", "memory_busy")]
+        figures.append(f"{each['power_share']:.0%}" if "power_share" in each else "")
+        lines.append(f"| {name} | {' | '.join(figures)} | {each['samples']} | {each['moving']} | {each['idle']} |")
+    cost = f"{record['round_ms']:.1f} ms, at most {record['longest_round_ms']:.1f}"
+    return [*lines, "", f"A sample of all GPUs ({record['gpus']}) takes {cost}.", ""]
 
 
 def _grpo(record: dict[str, Any]) -> list[str]:

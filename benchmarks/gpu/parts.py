@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.gpu.device_sampling import sampling
 from benchmarks.gpu.measurements import Record, ceilings, decode, finite, sft
 from benchmarks.gpu.sizes import DRY, GPU, Shape, Sizes
 from benchmarks.runner import ROOT, Match, peer_installed
 from benchmarks.workloads import TOY, WORKS, Side, Work, merged, quick
 from lockstep.models.tiny_model import TinyModel
+from lockstep.watch.devices.nvml_reader import NvmlReader
 
 
 class PartUnavailable(Exception):
@@ -96,6 +98,23 @@ def _on_gpu(side: Side) -> Side:
     return replace(side, settings=side.settings | {"use_cpu": False, "bf16": True})
 
 
+def devices(sizes: Sizes, scratch: Path) -> Record:
+    """The sampling of GPUs, with whatever driver there is."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except ImportError as error:
+        raise PartUnavailable("the package nvidia-ml-py is not installed") from error
+    except pynvml.NVMLError as error:
+        raise PartUnavailable(f"NVML does not start: {error}") from error
+    reader = NvmlReader(pynvml)
+    reader.open()
+    if not reader.gpus:
+        raise PartUnavailable("NVML lists no GPU")
+    return sampling(reader, sizes, load_s=2.5 if sizes is DRY else 8.0)
+
+
 PARTS = {
     part.name: part
     for part in (
@@ -109,6 +128,7 @@ PARTS = {
         ),
         Part("weights", "weights by CUDA IPC and NCCL", 5, _tests("tests/gpu/test_weight_streams_cuda.py")),
         Part("watch", "recorder, flight recorder and host check", 5, _tests("tests/gpu/test_watch_cuda.py")),
+        Part("devices", "sampling of GPUs: its cost, and figures under load", 3, devices),
         Part("sft", "SFT: tokens per second, MFU, memory", 6, sft),
         Part("decode", "builtin engine: tokens per second beside the memory's limit", 6, decode),
         Part("grpo", "GRPO steps beside TRL", 9, grpo),

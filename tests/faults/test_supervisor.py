@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -154,6 +154,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     address = start_agent(run, TOKEN, tmp_path, kill_grace_s=0.5)
     client = AgentClient(address, TOKEN)
     settings = SupervisorSettings(run, 1, tmp_path, tmp_path / "incidents", [address], os.getpid(), PATIENCE)
+    settings = replace(settings, devices=tmp_path / "devices.json")
     supervision = SupervisorClient(settings, TOKEN, events.append, trouble.append)
     made = Site(run, tmp_path, address, client, supervision, events, trouble)
     try:

@@ -1,5 +1,10 @@
 """What watches a run, with a real driver and NCCL: `script/gpu watch`."""
 
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +12,9 @@ import torch
 
 from lockstep.doctor.check.facts.host_system import HostSystem
 from lockstep.doctor.check.facts.nvidia_smi import gather_gpus, gather_topology
+from lockstep.watch.devices.device_sampler import DeviceSampler
+from lockstep.watch.devices.device_samples import DeviceUse
+from lockstep.watch.procfs.processes import start_ticks
 from tests.faults.ranks import run_ranks
 from tests.gpu import watched_nccl
 
@@ -22,6 +30,37 @@ def test_the_gpus_of_nvidia_smi_are_those_of_torch() -> None:
         assert gpu.bus and gpu.uuid and gpu.capability == ".".join(map(str, torch.cuda.get_device_capability(number)))
     if len(found) > 1:
         gather_topology(HostSystem())
+
+
+def test_the_sampler_sees_what_this_process_does_with_its_gpu() -> None:
+    """A product of matrices moves the device, a kernel of one thread neither moves it nor lets it rest."""
+    pytest.importorskip("pynvml")
+    device = torch.device("cuda", torch.cuda.current_device())
+    one = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    own = [(os.getpid(), start_ticks(os.getpid()) or 0)]
+    with contextlib.closing(DeviceSampler(every_s=0.25)) as sampler:
+        sampler.start()
+        assert not sampler.unavailable
+
+        def look(work: Callable[[], object], seconds: float) -> DeviceUse:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                work()
+                torch.cuda.synchronize()
+                sampler.tick()
+            report = sampler.report(own)
+            (use,) = report.uses
+            assert use.source in ("driver", "file")
+            assert report.devices[use.device].sample.uuid.removeprefix("GPU-") == str(
+                torch.cuda.get_device_properties(device).uuid
+            )
+            return use
+
+        look(lambda: one @ one, 15.0)  # the child starts
+        assert look(lambda: one @ one, 3.0).moved < 1.5
+        waiting = look(lambda: torch.cuda._sleep(200_000_000), 6.0)
+        assert waiting.moved > 3.0 and math.isnan(waiting.idle)
+        assert look(lambda: time.sleep(0.05), 6.0).idle > 2.0
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.skipif(

@@ -200,6 +200,7 @@ class AgentCluster(ABC):
         settings = SupervisorSettings(
             self._run, self._generation, self._folder / "cluster", self._folder / "incidents", self._agents(),
             self._pid, patience, on_stall, dict(aliases or {}), facts=dict(facts or {}),
+            devices=self._folder / "devices.json",
         )  # fmt: skip
         self._supervision = SupervisorClient(settings, self._token, on_event)
 

@@ -18,6 +18,7 @@ from lockstep.base.text import format_duration
 from lockstep.ledger import CommitRow, CompletionSample, EvaluationRow, EventRow, Ledger, MetricsRow
 from lockstep.ledger.durable_files import replace_file
 from lockstep.report.charts import Chart, ChartMark, DrawnChart, draw_chart
+from lockstep.report.device_rows import device_rows, device_spread
 from lockstep.report.live_console import format_number
 from lockstep.report.run_incidents import (
     Incident,
@@ -210,6 +211,8 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
         charts=[_card(chart, curves, marks) for chart in _charts(curves)],
         more=[_card(chart, curves, marks) for chart in _other_charts(curves)],
         stages=_stages(rows),
+        devices=(devices := device_rows(ledger.folder)),
+        spread=device_spread(devices),
         incidents=_listed_incidents(incidents, timeline, ledger.folder),
         progress=_card(PROGRESS_CHART, {"steps": timeline.curve()}, timeline.over_time()) if incidents else None,
         evaluations=_sampled_steps(evaluations),

@@ -1,7 +1,8 @@
 """Shows the table of `lockstep top`: every process of a run, its stage, progress and waits."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +17,7 @@ from lockstep.report.safe_console import FILE_WIDTH
 from lockstep.watch.attach.run_observer import RunObserver
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
+from lockstep.watch.devices.device_samples import DeviceSample
 from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import Verdict, VerdictLevel
 from lockstep.watch.supervisor.incident import verdict_headline
@@ -43,6 +45,10 @@ class _Column:
         self.width = wanted if self.most is None else min(wanted, self.most)
 
 
+DeviceTable = Mapping[int, Sequence[DeviceSample]]
+"""The GPUs of each process, by pid."""
+
+_DEVICE_COLUMN = 6
 _GAP = 2
 _INDENT = 4
 
@@ -60,6 +66,7 @@ class TopTable:
             _Column("stage", 10, 24), _Column("time", 6, None, right=True), _Column("progress", 28, None),
             _Column("collectives", 24, None), _Column("waits for", 40, None),
         ]  # fmt: skip
+        self._with_devices = False
         self._before: beacon_table.BeaconSnapshot | None = None
         self._rates: dict[tuple[int, str], float] = {}
         """By pid and counter."""
@@ -84,14 +91,22 @@ class TopTable:
         return replace(counter, rate=rate)
 
     def render(
-        self, rows: Sequence[ProcessRow], width: int, run: str = "", verdicts: Sequence[Verdict] = ()
-    ) -> RenderableType:
-        """Renders the rows, suspects first, with verdicts above them and a summary of waits below."""
+        self, rows: Sequence[ProcessRow], width: int, run: str = "", verdicts: Sequence[Verdict] = (),
+        devices: DeviceTable | None = None,
+    ) -> RenderableType:  # fmt: skip
+        """Renders the rows, suspects first, with verdicts above them and a summary of waits below. There is a column
+        for GPUs once one of them has been sampled."""
         if not rows:
             return Text(f"no process of {run or 'the run'} was found on this host", style="yellow")
         suspects = {each.pid for verdict in verdicts for each in verdict.culprits}
         ordered = sorted(rows, key=lambda row: row.pid not in suspects)
+        if devices and not self._with_devices:
+            self._with_devices = True
+            self._columns.insert(_DEVICE_COLUMN, _Column("gpu", 18, None))
         cells = [_cells(row, rows, row.pid in suspects) for row in ordered]
+        if self._with_devices:
+            for row, each in zip(ordered, cells, strict=True):
+                each.insert(_DEVICE_COLUMN, _devices((devices or {}).get(row.pid, ())))
         for each in cells:
             for column, cell in zip(self._columns, each, strict=True):
                 column.fit(cell)
@@ -139,12 +154,13 @@ def render_processes(
 def follow_processes(run: str, console: Console, every_s: float = 1.0, refreshes: int | None = None) -> None:
     """Shows the table and refreshes it in place until Ctrl-C, or `refreshes` times."""
     table, observer = TopTable(), _run_observer(run)
-    with Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
+    with contextlib.closing(observer), Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
         shown = 0
         try:
             while refreshes is None or shown < refreshes:
                 rows = table.rows(beacon_table.take_snapshot(run))
-                live.update(table.render(rows, console.width, run, observer.poll()), refresh=True)
+                verdicts = observer.poll()
+                live.update(table.render(rows, console.width, run, verdicts, observer.devices()), refresh=True)
                 shown += 1
                 if refreshes is None or shown < refreshes:
                     waits.sleep(every_s, "next refresh of the table")
@@ -155,12 +171,14 @@ def follow_processes(run: str, console: Console, every_s: float = 1.0, refreshes
 def print_processes(run: str, console: Console, pause: Callable[[], None] | None = None) -> None:
     """Prints the table once. `pause`, if given, is called between two readings, so that counters have rates."""
     table, observer = TopTable(), _run_observer(run)
-    if pause is not None:
-        table.rows(beacon_table.take_snapshot(run))
-        observer.poll()
-        pause()
-    rows = table.rows(beacon_table.take_snapshot(run))
-    console.print(table.render(rows, console.width, run, observer.poll()))
+    with contextlib.closing(observer):
+        observer.await_devices()
+        if pause is not None:
+            table.rows(beacon_table.take_snapshot(run))
+            observer.poll()
+            pause()
+        rows, verdicts = table.rows(beacon_table.take_snapshot(run)), observer.poll()
+        console.print(table.render(rows, console.width, run, verdicts, observer.devices()))
 
 
 def _cells(row: ProcessRow, rows: Sequence[ProcessRow], suspect: bool) -> list[Text]:
@@ -175,6 +193,23 @@ def _cells(row: ProcessRow, rows: Sequence[ProcessRow], suspect: bool) -> list[T
         _collectives(row, rows),
         _longest_wait_text(row),
     ]
+
+
+def _devices(samples: Sequence[DeviceSample]) -> Text:
+    """`3 98% 61/80 GiB 612 W`: the number, the time with a kernel, memory and power of each GPU of a process."""
+    text = Text()
+    for each in samples:
+        text.append(", " if text else "")
+        text.append(str(each.index) if each.instance is None else f"{each.index}.{each.instance}", style="dim")
+        if each.lost:
+            text.append(f" {each.lost}", style="bold red")
+            continue
+        text.append("" if each.busy is None else f" {each.busy}%", style="green" if each.busy else "default")
+        if each.memory_used is not None and each.memory_total:
+            text.append(f" {each.memory_used / 2**30:.0f}/{each.memory_total / 2**30:.0f} GiB", style="default")
+        text.append("" if each.power_w is None else f" {each.power_w:.0f} W", style="dim")
+        text.append(f" {', '.join(each.throttled)}" if each.throttled else "", style="bold yellow")
+    return text
 
 
 def _parts(row: ProcessRow) -> list[Text]:

@@ -21,6 +21,7 @@ from benchmarks.gpu.gpu_table import table
 from benchmarks.gpu.parts import PARTS, junit_counts
 from benchmarks.gpu.sizes import GPU, Shape
 from benchmarks.runner import ROOT
+from tests.unit.watch.devices.fake_nvml import FakeNvml
 
 HOST = {"gpus": ["NVIDIA H100 80GB HBM3, 580.1, 81559 MiB, 700 W, 1980 MHz"], "torch": "2.11.0",
         "transformers": "5.17.0", "nccl": "2.28.9", "date": "2026-11-26 10:00 UTC"}  # fmt: skip
@@ -63,6 +64,14 @@ def test_the_table_has_shares_of_what_the_device_can_do():
         "weights": {**part(), "outcome": "failed", "why": "its process ended with 1"},
         "sft": part(record=speed),
         "decode": part(record={"0.5B": {"64": {"tokens_per_s": 48_000.0, "bytes_per_step": 2e9}}}),
+        "devices": part(
+            record={
+                "gpus": 1,
+                "round_ms": 4.25,
+                "longest_round_ms": 51.0,
+                "loads": {"waiting": {"samples": 9, "moving": 0, "idle": 0, "busy": 100.0, "power_share": 0.17}},
+            }
+        ),
         "grpo": part(record={"0.5B": {"lockstep": [1.0, 2.0, 9.0], "trl": [5.0]}}),
     }
     text = table({"parts": parts})
@@ -74,9 +83,22 @@ def test_the_table_has_shares_of_what_the_device_can_do():
         "| 0.5B | 30,000 | 400.0 | 50% | 1.50 GiB | 2.00 GiB |",
         "| 0.5B | 64 | 48,000 | 96,000 | 50% |",
         "| 0.5B | 2.00 | 5.00 | 2.50 |",
+        "| waiting | 100% |  | 17% | 9 | 0 | 0 |",
+        "A sample of all GPUs (1) takes 4.2 ms, at most 51.0.",
     ):
         assert line in text.splitlines(), text
     assert table({"parts": {}}) == "No results yet.\n"
+
+
+def test_the_sampling_of_gpus_is_measured_where_there_is_a_driver(tmp_path, monkeypatch):
+    FakeNvml(tmp_path, monkeypatch).set(gpu0__busy=100, gpu0__memory_busy=44, gpu0__power=350_000)
+    done = _run("--cpu", "devices", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]["devices"]["record"]
+    assert list(record["loads"]) == ["nothing", "waiting", "product", "copy"] and 0 < record["round_ms"] < 1000
+    for each in record["loads"].values():
+        assert (each["busy"], each["memory_busy"], each["power_share"], each["idle"]) == (100, 44, 0.5, 0)
+        assert each["moving"] == each["samples"] > 0
 
 
 def test_tests_are_counted_from_their_report(tmp_path):
@@ -168,6 +190,7 @@ def test_the_wheels_complete_the_packages_of_an_image_with_pytorch():
     lock = (ROOT / "requirements.lock").read_text()
     assert [name for name, version in pins.items() if f"\n{name}=={version} " not in lock] == []
     needed = _closure("lockstep-rl", {"train"}) | _closure("pytest", set()) | _closure("hypothesis", set())
+    needed |= _closure("nvidia-ml-py", set())
     assert sorted(needed - set(pins) - set(host_facts.BESIDE_TORCH) - {"lockstep-rl"}) == []
     assert sorted(set(pins) - needed) == [], "named, and not needed"
 
@@ -207,7 +230,9 @@ def test_the_dry_run_goes_through_every_part(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "results.json").read_text())["parts"]
     assert set(parts) == set(command.NAMES)
-    assert {name for name, each in parts.items() if each["outcome"] != "done"} <= {"grpo"}, "TRL may not be at hand"
+    assert {name for name, each in parts.items() if each["outcome"] != "done"} <= {"grpo", "devices"}, (
+        "TRL or a driver may not be at hand"
+    )
     assert parts["trainer"]["record"]["passed"] > 0
     if not torch.cuda.is_available():
         assert all(parts[name]["record"]["skipped"] > 0 for name in ("policy", "weights", "watch"))

@@ -9,14 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lockstep.report.top_table import TopTable
+from lockstep.report.top_table import DeviceTable, TopTable
 from lockstep.watch.beacon.beacon_table import CommunicatorRow, CounterRow, ProcessRow, WaitRow
+from lockstep.watch.devices.device_samples import DeviceSample
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict, VerdictKind, VerdictLevel
 
 
-def shown(table: TopTable, rows: list[ProcessRow], width: int, verdicts: tuple[Verdict, ...] = ()) -> list[str]:
+def shown(
+    table: TopTable, rows: list[ProcessRow], width: int, verdicts: tuple[Verdict, ...] = (),
+    devices: DeviceTable | None = None,
+) -> list[str]:  # fmt: skip
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(table.render(rows, width, "run", verdicts))
+    console.print(table.render(rows, width, "run", verdicts, devices))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -115,3 +119,25 @@ def test_a_worker_of_a_rank_has_a_line_below_it_where_it_waits() -> None:
     lines = shown(TopTable(), [replace(RANKS[0], parts=(waiting, quiet, gone))], 140)
     assert "    child 8: sleeping, tp #3 in all_reduce 41s" in [line.rstrip() for line in lines]
     assert "    child 7: gone" in [line.rstrip() for line in lines] and not any("child 9" in line for line in lines)
+
+
+GPU = DeviceSample(
+    "GPU-3", 3, busy=98, memory_used=61 << 30, memory_total=80 << 30, power_w=612, throttled=("sw_thermal_slowdown",)
+)
+
+
+def test_gpus_have_a_column_once_one_is_sampled() -> None:
+    table = TopTable()
+    assert "gpu" not in shown(table, RANKS, 200)[0]
+    pid = RANKS[0].pid
+    for devices in ({pid: [GPU, replace(GPU, index=4, lost="GPU is lost")]}, {}):
+        lines = shown(table, RANKS, 240, devices=devices)
+        assert lines[0].split().index("gpu") == lines[0].split().index("collectives") - 1
+        own = next(line for line in lines if str(pid) in line)
+        assert ("3 98% 61/80 GiB 612 W sw_thermal_slowdown, 4 GPU is lost" in own) == bool(devices)
+
+
+def test_an_instance_without_figures_shows_its_memory() -> None:
+    part = DeviceSample("MIG-1", 0, parent="GPU-0", instance=1, memory_used=3 << 30, memory_total=20 << 30)
+    lines = shown(TopTable(), RANKS, 200, devices={RANKS[0].pid: [part]})
+    assert any("0.1 3/20 GiB" in line for line in lines)

@@ -36,6 +36,8 @@ from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import encode_report
 from lockstep.watch.agent.worker_spawner import WorkerProcess
 from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.devices.device_sampler import DeviceSampler
+from lockstep.watch.devices.device_samples import record_to_json
 from lockstep.watch.procfs import processes, py_spy
 from lockstep.watch.procfs.py_spy import StackSampler
 from lockstep.watch.recorder import commands
@@ -72,7 +74,9 @@ class MonitoringService:
         send: Callable[[Connection, dict[str, Any]], None],
         reply: ReplyCallback,
     ) -> None:
-        self._monitor, self._reports, self._sampler = ProcessMonitor(run), ReportBuilder(host), StackSampler(selector)
+        self._devices = DeviceSampler()
+        self._monitor, self._sampler = ProcessMonitor(run), StackSampler(selector)
+        self._reports = ReportBuilder(host, devices=self._devices)
         self._host, self._children, self._send, self._reply = host, children, send, reply
         self._observers: dict[Connection, _Subscription] = {}
         self._sampled_at = 0.0
@@ -103,6 +107,7 @@ class MonitoringService:
     def tick(self) -> None:
         """Samples and reports if a sample is due and at least one supervisor has subscribed."""
         self._sampler.tick()
+        self._devices.tick()
         if not self._observers:
             return
         now = time.monotonic()
@@ -112,6 +117,7 @@ class MonitoringService:
 
     def close(self) -> None:
         self._sampler.close()
+        self._devices.close()
 
     def _sample(self, now: float) -> None:
         self._sampled_at, self._sample_now = now, False
@@ -152,6 +158,7 @@ class MonitoringService:
         every_s, calm_s, after_s = (float(message[name]) for name in ("every_s", "calm_s", "suspect_after_s"))
         self._observers[connection] = _Subscription(every_s, calm_s, after_s)
         self._reports.forget()
+        self._devices.start()
         with contextlib.suppress(OSError):  # from now on, ranks whose collective fails wait for a verdict
             commands.open_command_file(self._monitor.run)
         self._sample_now = True
@@ -185,7 +192,9 @@ class MonitoringService:
     def _collect(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         names = set(message["names"])
         chosen = [process for process in self._monitor.tracked.values() if process.name in names]
-        self._reply(number, {"host": self._host, **host_evidence.collect_host_evidence(chosen, int(message["lines"]))})
+        evidence = host_evidence.collect_host_evidence(chosen, int(message["lines"]))
+        devices = record_to_json(self._reports.last_devices)
+        self._reply(number, {"host": self._host, **evidence, **({"devices": devices} if devices else {})})
 
     def _forget(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._monitor.forget(str(message["name"]), FORGET_S)

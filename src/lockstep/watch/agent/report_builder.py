@@ -19,6 +19,8 @@ from lockstep.watch.agent.report_messages import (
 )
 from lockstep.watch.beacon.beacon_records import CallRecord, CommunicatorRecord
 from lockstep.watch.beacon.reader import read_calls
+from lockstep.watch.devices.device_sampler import DeviceSampler
+from lockstep.watch.devices.device_samples import HostDevices
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
     UNKNOWN,
@@ -45,6 +47,9 @@ class ReportBuilder:
 
     host: str
     roster: Roster = field(default_factory=lambda: Roster("", 0))
+    devices: DeviceSampler | None = None
+    last_devices: HostDevices = field(default_factory=HostDevices)
+    """Those of the last report."""
     _explained: set[int] = field(default_factory=set)
     """Signatures whose calls all supervisors have received."""
 
@@ -63,6 +68,8 @@ class ReportBuilder:
             if not (record.closed and process.living)  # a process that ends destroys its communicators
         ]
         self._update_roster(states, memberships)
+        if self.devices is not None:
+            self.last_devices = self.devices.report([(each.pid, each.start_ticks) for each in states])
         now = time.monotonic_ns()
         calls = [_newest_calls(states[index], record, now) for index, record in memberships]
         state = StateReport(
@@ -77,6 +84,7 @@ class ReportBuilder:
             about=self._about(calls),
             sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
             gaps=tuple(gaps),
+            devices=self.last_devices,
         )
         return self.roster, state
 

@@ -27,13 +27,15 @@ clocks of hosts may differ.
               "unrecorded", "waits_for_device"}}, each field only if it is set
      "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see WaitReport, as ages
      "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
-     "sites": [[member, seq, site], ...], "gaps": [text, ...]}
+     "sites": [[member, seq, site], ...], "gaps": [text, ...],
+     "devices": {"devices": [...], "uses": [...], "gap": text}: see `devices.device_samples.HostDevices`}
 
 - CALL records are the newest calls of members, at most about eight each. `about` describes the signatures that were not
   described since the agent's last connect; the supervisor keeps the descriptions. `gaps` says what cannot be monitored.
 - `whom`, the target of a wait, is the name of a process, several names with commas, a role (`policy`), an alias from
   the supervisor's settings (`the scorers`), or else a service outside the job (`judge.example:8000`). In a rendezvous
   ("meeting"), any other text means all processes of the waiting process's role.
+- Fields that a supervisor does not know are ignored, and those that an agent does not send have their defaults.
 - "expected" of a wait in a rendezvous: the first and the last rank on the waiting process's host, and the world size.
 """
 
@@ -45,6 +47,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.base.wait_state import WaitRecord
+from lockstep.watch.devices.device_samples import HostDevices, record_from_json, record_to_json
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
     UNKNOWN,
@@ -148,6 +151,7 @@ class StateReport:
     about: Mapping[int, CollectiveCall] = field(default_factory=dict)
     sites: Sequence[tuple[int, int, str]] = ()
     gaps: tuple[str, ...] = ()
+    devices: HostDevices = field(default_factory=HostDevices)
 
 
 def pack_process(
@@ -276,6 +280,8 @@ def _encode_state(state: StateReport) -> dict[str, Any]:
         message["sites"] = [list(each) for each in state.sites]
     if state.gaps:
         message["gaps"] = list(state.gaps)
+    if not state.devices.empty:
+        message["devices"] = record_to_json(state.devices)
     return message
 
 
@@ -292,6 +298,7 @@ def _decode_state(message: Mapping[str, Any]) -> StateReport:
         {int(number): CollectiveCall(*call) for number, call in message["about"].items()} if "about" in message else {},
         tuple([(member, seq, site) for member, seq, site in message["sites"]]) if "sites" in message else (),
         tuple(message.get("gaps", ())),
+        record_from_json(HostDevices, message["devices"]) if "devices" in message else HostDevices(),
     )
 
 

@@ -12,6 +12,8 @@ from lockstep.watch.agent.process_monitor import ProcessMonitor
 from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import encode_report
 from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.devices.device_sampler import DeviceSampler
+from lockstep.watch.devices.device_samples import DeviceSample
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import drop_uninformative
 from lockstep.watch.diagnosis.evidence_types import WaitAlias
@@ -19,6 +21,8 @@ from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict
 from lockstep.watch.procfs import py_spy
 from lockstep.watch.supervisor.message_store import MessageStore
 
+FIRST_SAMPLE_S = 3.0
+"""How long a single look waits for the first sample of the GPUs, on a host that has any."""
 STACK_INTERVAL_S = 3.0
 """Seconds between two samples of the stacks of inactive processes."""
 
@@ -42,17 +46,45 @@ class RunObserver:
     aliases: dict[str, WaitAlias] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._monitor, self._reports = ProcessMonitor(self.run), ReportBuilder("")
+        self._devices = DeviceSampler()
+        self._monitor, self._reports = ProcessMonitor(self.run), ReportBuilder("", devices=self._devices)
         self._messages = MessageStore(aliases=self.aliases)
         self._sampled_stacks_at = 0.0
 
     def poll(self) -> list[Verdict]:
         """Samples the run and returns the current verdicts; the first one explains the others."""
+        self._devices.start()
+        self._devices.tick()
         self._monitor.sample({})
         self._sample_stacks()
         for report in self._reports.build(self._monitor):
             self._messages.receive(encode_report(report), time.monotonic())
         return diagnose(drop_uninformative(self._messages.evidence(time.monotonic())), self.patience)
+
+    def devices(self) -> dict[int, list[DeviceSample]]:
+        """The GPUs of each process at the last poll, by pid, as far as they are known."""
+        report, found = self._reports.last_devices, dict[int, list[DeviceSample]]()
+        for use in report.uses:
+            pid = self._reports.roster.processes[use.process].pid
+            found.setdefault(pid, []).append(report.devices[use.device].sample)
+        return found
+
+    def await_devices(self) -> None:
+        """Waits for the first sample of the GPUs, if there are any."""
+        self._devices.start()
+        with contextlib.suppress(WaitTimeout):
+            waits.poll(
+                self._has_sample, kind="read", waits_for="the driver of the GPUs", why="first sample",
+                timeout_s=FIRST_SAMPLE_S, notice_after_s=None,
+            )  # fmt: skip
+
+    def close(self) -> None:
+        """Ends the sampling of GPUs. Idempotent."""
+        self._devices.close()
+
+    def _has_sample(self) -> bool | None:
+        self._devices.tick()
+        return bool(self._devices.sampled or self._devices.unavailable) or None
 
     def _sample_stacks(self) -> None:
         """Samples the stacks of one inactive process if it is time."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lockstep.watch.diagnosis.device_faults import class_of_failed_device
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity, proven_inactive
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
 from lockstep.watch.diagnosis.failure_classes import (
@@ -36,9 +37,7 @@ def find_deaths(context: DiagnosisContext, relevant: BoolArray | None) -> list[H
     dead = [p for p in dead if not _is_unobserved(context, p, relevant) and not _ended_with_whole(context, p)]
     if not dead:
         return []
-    causes = {
-        p: class_of_exit(Liveness.DEAD, int(context.evidence.processes.exit_code[p]), context.note(p)) for p in dead
-    }
+    causes = {p: _class_of_death(context, p) for p in dead}
     groups: dict[int, list[int]] = {}
     incident = context.connected_part if len(dead) > 1 else np.zeros(len(liveness), dtype=np.int64)
     for process in dead:
@@ -56,6 +55,14 @@ def find_deaths(context: DiagnosisContext, relevant: BoolArray | None) -> list[H
                 _death_hypothesis(context, process, causes[process], sorted(set(group) - set(culprits)), relevant)
             )
     return found
+
+
+def _class_of_death(context: DiagnosisContext, process: int) -> FailureClass:
+    """The class that the exit proves; if it proves none or an error of a kernel, that of an error of its device."""
+    found = class_of_exit(Liveness.DEAD, int(context.evidence.processes.exit_code[process]), context.note(process))
+    unproven = found.name in ("unknown", "rank_exception_masked", "cuda_kernel_error", "external_kill")
+    device = class_of_failed_device(context, process) if unproven else ""
+    return FailureClass(device, culprit_confidence=0.95) if device else found
 
 
 def _was_intended(context: DiagnosisContext, process: int) -> bool:

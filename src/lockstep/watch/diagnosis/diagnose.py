@@ -13,6 +13,7 @@ import numpy as np
 from lockstep.watch.diagnosis import wait_graph as graphs
 from lockstep.watch.diagnosis.deadlock import find_deadlocks
 from lockstep.watch.diagnosis.deaths import SELF_CAUSED, find_deaths, find_stopped
+from lockstep.watch.diagnosis.device_faults import find_device_faults
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.evidence_types import Liveness
@@ -57,7 +58,7 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
     if any_ended:
         found += find_deaths(context, relevant) + find_stopped(context, relevant)
     if graph is not None and relevant is not None and graph.stalled.any():
-        found += find_deadlocks(context, graph)
+        found += find_deadlocks(context, graph) + find_device_faults(context, graph, relevant)
         found += find_lost_hosts(context, graph, relevant) + find_root_causes(context, graph, relevant)
         mismatched = {
             each.collective[0] for each in found if each.kind is VerdictKind.MISMATCH and each.collective is not None
@@ -141,6 +142,8 @@ def _explains(context: DiagnosisContext, cause: Hypothesis, hypothesis: Hypothes
         return cause.kind is VerdictKind.DEAD and hypothesis.since >= cause.since - 1.0
     if hypothesis.proven_by_structure:
         return False
+    if cause.kind is VerdictKind.DEVICE and {*cause.culprits} >= {*hypothesis.culprits}:
+        return True
     if cause.kind is VerdictKind.CYCLE:
         return True
     return _may_be_victim(context, cause, hypothesis)

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lockstep.watch.diagnosis.device_evidence import device_texts, idle_s, last_moved_at
 from lockstep.watch.diagnosis.evidence import Evidence, FloatArray, IntArray, WaitEdge
 from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness, ProcessNote
 from lockstep.watch.diagnosis.pending import PendingCollectives
@@ -84,14 +85,30 @@ class DiagnosisContext:
     @cached_property
     def worked_at(self) -> FloatArray:
         """`[processes]`: when the process last used CPU, a disk, a network or a GPU; NaN if unknown. The use of a core
-        in a wait for a device does not count."""
-        processes = self.evidence.processes
+        in a wait for a device does not count, nor does a kernel that may only wait."""
+        processes, devices = self.evidence.processes, self.evidence.devices
         waiting = [process for process, note in processes.notes.items() if note.waits_for_device]
-        if not waiting:
+        if not waiting and not devices:
             return processes.active_at
         found = processes.active_at.copy()
         found[waiting] = np.fmin(found[waiting], processes.same_stack_since[waiting])
+        for process, each in devices.items():
+            for user in {process, self.whole(process)}:
+                found[user] = np.fmax(found[user], last_moved_at(each))
         return found
+
+    def device_idle_s(self, process: int) -> float:
+        """For how long all devices of a process have run no kernel; NaN if that is not known."""
+        return idle_s(self.evidence.devices.get(process, ()), self.observed_at(process))
+
+    def device_facts(self, processes: Sequence[int]) -> tuple[Fact, ...]:
+        """The figures of the devices of these processes, as facts for a verdict."""
+        info, devices = self.evidence.processes.info, self.evidence.devices
+        return tuple(
+            Fact(f"{info[process].name}: {text}", "NVML")
+            for process in processes
+            for text in device_texts(devices.get(process, ()), self.observed_at(process))
+        )
 
     def last_activity(self, process: int) -> float:
         """When a process was last active, which includes entering or completing a collective; NaN if its activity is
@@ -338,8 +355,9 @@ def inactivity_facts(context: DiagnosisContext, process: int) -> tuple[Fact, ...
         ("in a wait for its device" if synchronizing else "no use of CPU, disk, network or GPU", found.activity_s),
         ("equal stacks", found.stack_s),
     )
-    return tuple(
+    facts = tuple(
         Fact(f"{name}: {what} for {seconds:.0f} s", "agent")
         for what, seconds in measures
         if seconds >= context.thresholds.notice_s
     )
+    return facts + context.device_facts((process,))

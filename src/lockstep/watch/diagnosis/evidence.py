@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.watch.diagnosis.device_evidence import ProcessDevice
 from lockstep.watch.diagnosis.evidence_types import (
     CollectiveCall,
     CommunicatorInfo,
@@ -160,6 +161,8 @@ class Evidence:
     gaps: Sequence[str] = ()
     """Missing evidence, as text: `no dump of rank 3`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    devices: Mapping[int, tuple[ProcessDevice, ...]] = field(default_factory=dict)
+    """The GPUs that processes use, by index of the process, as far as they are sampled."""
 
 
 def with_parts(info: Sequence[ProcessInfo], chosen: Collection[tuple[str, str]]) -> list[int]:

@@ -229,6 +229,10 @@ CLASS_FIXES: dict[str, str] = {
     "store.",
     "remote_service_timeout": "Check the service; give its calls a timeout and a retry.",
     "network_blocked": "Test the link between the hosts that the collective spans (firewall, cable, switch).",
+    "gpu_hardware_fault": "Take the GPU's host out of the job, reset the GPU (nvidia-smi -r -i N) or reboot, and run "
+    "dcgmi diag -r 3.",
+    "cuda_kernel_error": "Run again with CUDA_LAUNCH_BLOCKING=1: a kernel made an illegal access or failed an "
+    "assertion.",
     "external_kill": "Find out who sent the signal: a scheduler, a preemption, a shell.",
     "checkpoint_timeout": "Write checkpoints asynchronously or to a faster disk.",
 }

@@ -15,6 +15,8 @@ from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
 MAX_COMPARED = 32
 """The most collectives in flight that are compared with each other."""
+MAX_SHOWN = 4
+"""The most processes whose devices a verdict shows."""
 _MAX_WAITERS = 256
 """The most waiting processes whose activity is checked."""
 
@@ -86,6 +88,7 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
         node=node,
         since=float(graph.since[node]),
         alternatives=(Alternative("gpu_hardware_fault", 0.3), Alternative("network_blocked", 0.3)),
+        facts=context.device_facts(waiters[:MAX_SHOWN]),
         collect=("the device's counters and the kernel log of its host", "its native stack (py-spy dump --native)"),
     )
 
@@ -133,6 +136,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
     culprits, hosts = _common_host(context, graph, nodes)
     several_hosts = len(hosts) > 1
     host_names = summarize_list(sorted(hosts), 4)
+    spans = (Fact(f"it spans the hosts {host_names}", "communicators"),) if several_hosts else ()
     return [
         Hypothesis(
             VerdictKind.IN_FLIGHT,
@@ -145,7 +149,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
             alternatives=(Alternative("network_blocked", 0.5),)
             if several_hosts
             else (Alternative("p2p_path_broken", 0.3),),
-            facts=(Fact(f"it spans the hosts {host_names}", "communicators"),) if several_hosts else (),
+            facts=spans + context.device_facts(waiters[:MAX_SHOWN]),
             collect=(
                 "bytes and retransmits of the host_names between its hosts"
                 if several_hosts

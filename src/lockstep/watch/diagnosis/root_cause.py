@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from lockstep.watch.diagnosis.device_evidence import throttled_text
 from lockstep.watch.diagnosis.diagnosis_context import (
     MAX_INACTIVITY_CONFIDENCE,
     DiagnosisContext,
@@ -271,7 +272,8 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
     proven = proven_inactive(context, process, since) and not progress_unknown
     if proven:
         # A long computation of the process, or of its device, looks the same: too little to act on.
-        may_compute = is_active or context.note(process).waits_for_device
+        device_rests = context.device_idle_s(process) >= context.inactivity_limit_s(process)
+        may_compute = is_active or (context.note(process).waits_for_device and not device_rests)
         confidence = 0.7 if np.isnan(inactivity.stack_s) or may_compute else MAX_INACTIVITY_CONFIDENCE
     elif is_spinning:
         confidence = 0.45
@@ -279,7 +281,9 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
         confidence = 0.3 if is_active else 0.5
     text = "has not entered {collective}" if in_collective else _absence_text(context, graph, node)
     if has_issued:
-        text = "has issued {collective}, but its device has not started it: an earlier kernel has not ended"
+        device_rests = context.device_idle_s(process) >= notice_s
+        why = "it runs no kernel" if device_rests else "an earlier kernel has not ended"
+        text = f"has issued {{collective}}, but its device has not started it: {why}"
     return [
         Hypothesis(
             VerdictKind.DEVICE_LAG if has_issued else VerdictKind.SLOW if is_slow else VerdictKind.ABSENT,
@@ -293,6 +297,7 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
             alternatives=_likely_causes(context, process, is_slow),
             facts=inactivity_facts(context, process),
             collect=_missing_evidence(context, process, inactivity, progress_unknown),
+            details=throttled_text(context.evidence.devices.get(process, ())),
         )
     ]
 

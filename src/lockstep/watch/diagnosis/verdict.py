@@ -23,6 +23,8 @@ class VerdictKind(StrEnum):
     that never joined, and services outside the job count as absent too."""
     DEVICE_LAG = "device_lag"
     """A process has entered a collective and not completed it, although its peers have completed it."""
+    DEVICE = "device"
+    """The device of a process has failed: it is lost, or reports an error of its hardware or of a kernel."""
     IN_FLIGHT = "in_flight"
     """All members have entered a collective and none completes it, so the link or the kernel is at fault."""
     CYCLE = "cycle"

@@ -15,7 +15,9 @@ MAX_LINKS = 6
 MAX_NAMED = 4
 """The most processes that a sentence names individually."""
 
-_PLURALS = (("has ", "have "), ("is ", "are "), ("was ", "were "), ("waits ", "wait "), ("does ", "do "))
+_PLURALS = (
+    ("has ", "have "), ("is ", "are "), ("was ", "were "), ("waits ", "wait "), ("does ", "do "), ("uses ", "use "),
+)  # fmt: skip
 _KIND_FIXES = {
     VerdictKind.CYCLE: "Enter the collectives of different communicators in one order on every rank.",
     VerdictKind.STARVED: "Check the process that fills the queue: it is idle.",

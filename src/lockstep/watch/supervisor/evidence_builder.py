@@ -15,6 +15,7 @@ from lockstep.watch.agent.report_messages import (
     pack_member,
     pack_process,
 )
+from lockstep.watch.diagnosis.device_evidence import ProcessDevice, process_devices
 from lockstep.watch.diagnosis.evidence import (
     CallTable,
     Evidence,
@@ -220,6 +221,9 @@ def build_evidence(
     """
     silent = [not at - max(listening_since, each.at) <= host_s for each in hosts]
     gaps = [gap for each in hosts if each.state for gap in each.state.gaps]
+    gaps += [
+        f"host {each.roster.host}: {each.state.devices.gap}" for each in hosts if each.state and each.state.devices.gap
+    ]
     gaps += [_silence_text(each, at) for each, lost in zip(hosts, silent, strict=True) if lost]
     cut_off = all(silent)
     newest = max((each.at for each in hosts if each.at == each.at), default=at)
@@ -236,6 +240,7 @@ def build_evidence(
         calls=_build_calls(layout, hosts, about),
         edges=_build_edges(layout, hosts, aliases or {}),
         gaps=gaps,
+        devices=_build_devices(layout, hosts),
     )
 
 
@@ -280,6 +285,14 @@ def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequen
         notes=notes,
         seen_at=at,
     )
+
+
+def _build_devices(layout: JobLayout, hosts: Sequence[HostState]) -> dict[int, tuple[ProcessDevice, ...]]:
+    found: dict[int, tuple[ProcessDevice, ...]] = {}
+    for each, first in zip(hosts, layout.first_process, strict=True):
+        if each.state and each.state.devices.uses:
+            found |= process_devices(each.state.devices, first, each.at)
+    return found
 
 
 def _build_communicators(layout: JobLayout, hosts: Sequence[HostState]) -> MembershipTable:

@@ -12,6 +12,7 @@
         dumps/NAME.json    flight-recorder dumps, if there are any
         environment.json   environment variables of each host
         machine.json       state of each host
+        devices.json       the newest samples of its GPUs and which process uses which, if there are any
         run.json           the run's config, versions and command
         told.json          the frames published before
         findings.json      findings about environment.json; a subscriber of the supervisor writes this file
@@ -146,6 +147,8 @@ def incident_files(contents: IncidentContents, known: Collection[str] = ()) -> I
     yield "beacons.json", redacted_json(_by_host(contents, "beacons"))
     yield "processes.json", redacted_json(_by_host(contents, "processes"))
     yield "machine.json", redacted_json(_by_host(contents, "machine"))
+    if devices := {host: each["devices"] for host, each in contents.bundles.items() if each.get("devices")}:
+        yield "devices.json", redacted_json(devices)
     yield "environment.json", redacted_json({host: redact_environment(each) for host, each in given.items()})
     yield "run.json", redacted_json(contents.facts)
     yield "told.json", redacted_json(list(contents.told))

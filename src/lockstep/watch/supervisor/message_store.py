@@ -63,6 +63,10 @@ class MessageStore:
             self._rendezvous_by_host[report.host], self._layout = rendezvous, None
         return True
 
+    def host(self, host: str) -> HostState | None:
+        """The newest reports of a host; None if there are none."""
+        return self._hosts.get(host)
+
     def expect(self, processes: Iterable[ProcessInfo]) -> None:
         """Sets the processes that should exist, whether a host reports them or not."""
         self._expected, self._layout = tuple(processes), None

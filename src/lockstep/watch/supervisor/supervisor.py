@@ -43,6 +43,7 @@ from lockstep.watch.diagnosis.verdict import MIN_ACTION_CONFIDENCE, Verdict, Ver
 from lockstep.watch.procfs import processes
 from lockstep.watch.supervisor import incident
 from lockstep.watch.supervisor.agent_connections import AgentConnection
+from lockstep.watch.supervisor.device_totals import DeviceTotals
 from lockstep.watch.supervisor.incident_collection import IncidentCollection
 from lockstep.watch.supervisor.message_store import MessageStore
 from lockstep.watch.supervisor.subscribers import Subscribers, unregister, verdict_frame
@@ -95,7 +96,7 @@ class Supervisor:
         self._connected_links: SimpleQueue[tuple[AgentConnection, Connection]] = SimpleQueue()
         self._connections: dict[tuple[str, int], AgentConnection] = {}
         self._messages = MessageStore(aliases=settings.aliases, host_s=settings.patience.host_s)
-        self._tracker = VerdictTracker()
+        self._tracker, self._devices = VerdictTracker(), DeviceTotals(settings.devices)
         self._collections: list[IncidentCollection] = []
         self._incidents: dict[int, Path] = {}
         pid = settings.controller
@@ -143,6 +144,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        self._devices.write(now)
         for link in self._connections.values():
             link.tick()
             if now - self._clock_at >= CLOCK_SYNC_S or not link.clock.known:
@@ -304,6 +306,8 @@ class Supervisor:
             log.warning("%s: %s", link, error)
             return
         if message["m"] == "state":
+            if (host := self._messages.host(str(message["host"]))) is not None:
+                self._devices.add(host)
             link.no_stall_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
             if self._last_reports is not None:
                 self._last_reports[0].discard(link)
@@ -384,6 +388,7 @@ class Supervisor:
                 pass
 
     def _clean_up(self) -> None:
+        self._devices.write(time.monotonic(), last=True)
         for link in self._connections.values():
             link.close()
         self._subscribers.close()

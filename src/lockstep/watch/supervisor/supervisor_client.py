@@ -60,6 +60,8 @@ class SupervisorSettings:
     every_s: float = TICK_S
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts about the run for incidents: its config, versions, command."""
+    devices: Path | None = None
+    """The file for the totals of all GPUs (`device_totals`); None writes none."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port."""
@@ -72,6 +74,7 @@ class SupervisorSettings:
         values = json.loads(text)
         values["folder"] = Path(values["folder"])
         values["incidents"] = None if values["incidents"] is None else Path(values["incidents"])
+        values["devices"] = None if values.get("devices") is None else Path(values["devices"])
         values["agents"] = [ServiceAddress(**each) for each in values["agents"]]
         values["patience"] = StallThresholds(**values["patience"])
         values["aliases"] = {
@@ -84,6 +87,7 @@ class SupervisorSettings:
         values = asdict(self)
         values["folder"] = str(self.folder)
         values["incidents"] = None if self.incidents is None else str(self.incidents)
+        values["devices"] = None if self.devices is None else str(self.devices)
         return json.dumps(values)
 
 

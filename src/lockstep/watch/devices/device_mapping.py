@@ -1,0 +1,167 @@
+"""Which process uses which device.
+
+The driver lists the pids that use each device, but knows nothing of pid namespaces: in a container the pids may be
+those of the host (https://github.com/NVIDIA/nvidia-docker/issues/1483), and depending on the driver they may differ
+from one call to another (https://github.com/Project-HAMi/HAMi-core/issues/112). So a pid of the list counts only if the
+process has the device's file open, as far as its files can be read. Without a pid, the only device file that a process
+has open tells its device, and at last CUDA_VISIBLE_DEVICES with the local rank.
+"""
+
+import os
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lockstep.watch.devices.device_samples import DeviceSample
+from lockstep.watch.procfs import processes
+
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+REFRESH_S = 5.0
+"""Processes open devices when they first use them, so that each is looked at again after this time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """What the kernel knows of a process and shows its device."""
+
+    pids: frozenset[int]
+    """Of the process and its descendants."""
+    minors: frozenset[int] | None = None
+    """The numbers of the device files that they have open; None if their files cannot be read."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The environment that the process started with."""
+
+
+def devices_of(facts: ProcessFacts, devices: Sequence[DeviceSample]) -> tuple[tuple[int, ...], str]:
+    """The devices that a process uses, as indices into `devices`, and how this is known (`DeviceUse.source`)."""
+    partitioned = {each.parent for each in devices if each.parent}
+    usable = [number for number, each in enumerate(devices) if each.uuid not in partitioned]
+    if facts.minors is not None:
+        usable = [number for number in usable if devices[number].minor in (None, *facts.minors)]
+    listed = [number for number in usable if any(each.pid in facts.pids for each in devices[number].processes or ())]
+    if listed:
+        return tuple(listed), "driver"
+    if facts.minors and len(usable) == 1 and devices[usable[0]].minor is not None:
+        return tuple(usable), "file"
+    if facts.minors is not None and not facts.minors:
+        return (), ""  # it has not opened any device
+    chosen = _of_environment(facts.variables, devices)
+    return ((chosen,), "environment") if chosen in usable else ((), "")
+
+
+def visible_devices(variables: Mapping[str, str], devices: Sequence[DeviceSample]) -> list[int] | None:
+    """The devices that CUDA shows a process, in CUDA's order, as indices into `devices`. None if it is not known which
+    device a number stands for: without CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA numbers the fastest device first.
+
+    As in CUDA, the list ends before its first invalid entry
+    (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars).
+    """
+    gpus = {each.index: number for number, each in enumerate(devices) if not each.parent}
+    numbers_known = variables.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({each.name for each in devices}) <= 1
+    numbers_known &= not any(each.parent for each in devices)
+    text = variables.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return [gpus[index] for index in sorted(gpus)] if numbers_known else None
+    found: list[int] = []
+    for word in (each.strip() for each in text.split(",")):
+        if re.fullmatch(r"\d+", word) and not numbers_known:
+            return None
+        number = gpus.get(int(word)) if re.fullmatch(r"\d+", word) else _by_uuid(word, devices)
+        if number is None or number in found:
+            break
+        found.append(number)
+    return found
+
+
+def _by_uuid(word: str, devices: Sequence[DeviceSample]) -> int | None:
+    """The device with a uuid, of which the beginning is enough if it is unique."""
+    if not word.startswith(("GPU-", "MIG-")):
+        return None
+    matching = [number for number, each in enumerate(devices) if each.uuid.lower().startswith(word.lower())]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _of_environment(variables: Mapping[str, str], devices: Sequence[DeviceSample]) -> int | None:
+    visible = visible_devices(variables, devices)
+    if not visible:
+        return None
+    if len(visible) == 1:
+        return visible[0]
+    ranks = (variables.get(name, "") for name in LOCAL_RANK_VARIABLES)
+    local = next((int(each) for each in ranks if each.isdecimal()), None)
+    return visible[local] if local is not None and local < len(visible) else None
+
+
+def open_minors(pids: Iterable[int], prefix: str = "/dev/nvidia") -> frozenset[int] | None:
+    """The numbers N of the device files /dev/nvidiaN that these processes have open; None if no process's files can be
+    read."""
+    found, readable = set(), False
+    for pid in pids:
+        try:
+            with os.scandir(f"/proc/{pid}/fd") as descriptors:
+                links = [_read_link(each.path) for each in descriptors]
+        except OSError:  # it has ended, or belongs to another user
+            continue
+        readable = True
+        found |= {int(link.removeprefix(prefix)) for link in links if re.fullmatch(re.escape(prefix) + r"\d+", link)}
+    return frozenset(found) if readable else None
+
+
+def _read_link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""
+
+
+def process_facts(pid: int, own_entries: Collection[int] = ()) -> ProcessFacts:
+    """Reads the facts about a process from /proc. Descendants that are `own_entries` are left out."""
+    pids = frozenset({pid, *(each for each in processes.descendant_pids(pid) if each not in own_entries)})
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        raw = b""
+    pairs = (part.decode(errors="replace").partition("=") for part in raw.split(b"\0") if b"=" in part)
+    return ProcessFacts(pids, open_minors(pids), {name: value for name, _, value in pairs})
+
+
+@dataclass(slots=True)
+class _Remembered:
+    facts: ProcessFacts
+    looked_at: float
+    devices: tuple[str, ...] = ()
+    """Uuids of the devices that it was last known to use."""
+    source: str = ""
+
+
+class DeviceMapping:
+    """Remembers which process uses which device, and looks again from time to time. What was known last holds for a
+    process that has ended and for a device that is lost, of which the driver lists no processes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], _Remembered] = {}
+
+    def uses(
+        self, tracked: Sequence[tuple[int, int]], devices: Sequence[DeviceSample]
+    ) -> list[tuple[ProcessFacts, tuple[int, ...], str]]:
+        """The facts about each of the processes, given by pid and start time, its devices as indices into `devices`,
+        and how these are known."""
+        now, pids = time.monotonic(), {pid for pid, _ in tracked}
+        by_uuid = {each.uuid: number for number, each in enumerate(devices)}
+        for each in tracked:
+            known = self._known.get(each)
+            living = processes.is_alive(each[0], each[1] or None)
+            if known is None or (living and now - known.looked_at >= REFRESH_S):
+                facts = process_facts(each[0], pids) if living else ProcessFacts(frozenset())
+                known = self._known[each] = replace(known or _Remembered(facts, now), facts=facts, looked_at=now)
+            lost = [uuid for uuid in known.devices if uuid in by_uuid and devices[by_uuid[uuid]].lost]
+            if living and not lost:
+                found, source = devices_of(known.facts, devices)
+                known.devices, known.source = tuple(devices[number].uuid for number in found), source
+        self._known = {each: self._known[each] for each in tracked}
+        return [
+            (each.facts, tuple(by_uuid[uuid] for uuid in each.devices if uuid in by_uuid), each.source)
+            for each in self._known.values()
+        ]
