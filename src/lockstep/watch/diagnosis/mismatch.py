@@ -22,6 +22,8 @@ from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, Ver
 from lockstep.watch.diagnosis.wait_graph import BoolArray
 
 CERTAIN, LIKELY, UNDECIDED = 0.95, 0.75, 0.45
+OTHER_RANKS = "other ranks"
+"""In place of a member list of which only a digest is known."""
 WINDOW = 64
 """The size of the comparison table per communicator, indexed by the sequence number modulo this power of two."""
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -187,12 +189,22 @@ def _signature_in_order(context: DiagnosisContext, divergence: _Divergence) -> i
 
 
 def _may_still_be_decided(context: DiagnosisContext, divergence: _Divergence) -> bool:
-    """Whether a further member may still decide, because it is active and has not reached the call or its call is not
-    known yet."""
+    """Whether a further member may still decide: it runs, and its call is not known yet. One that waits for no other
+    process will make its call unless it is proven inactive, however late a loaded host lets it; one that waits, or has
+    made its call already, is not waited for once it is inactive, because only active members report few calls."""
     rows, members = context.members(divergence.communicator), context.evidence.communicators
-    counted = members.process[rows][members.entered[rows] >= 0]
-    others = [p for p in np.setdiff1d(counted, divergence.process).tolist() if context.liveness(p) is Liveness.RUNNING]
-    return any(measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in others[:WINDOW])
+    rows_of = {int(members.process[row]): row for row in range(rows.start, rows.stop) if members.entered[row] >= 0}
+    others = [p for p in rows_of if p not in divergence.process and context.liveness(p) is Liveness.RUNNING]
+    return any(_may_still_call(context, p, divergence.seq, rows_of[p]) for p in others[:WINDOW])
+
+
+def _may_still_call(context: DiagnosisContext, process: int, seq: int, row: int) -> bool:
+    found, graph = measure_inactivity(context, process), context.graph
+    if found.is_active(context.thresholds.notice_s):
+        return True
+    waits = graph is not None and bool((graph.wait_process == process).any())
+    arrived = context.evidence.communicators.entered[row] >= seq
+    return not (arrived or waits) and found.is_active(context.inactivity_limit_s(process))
 
 
 def _parallel_signature(context: DiagnosisContext, divergence: _Divergence) -> int | None:
@@ -292,7 +304,8 @@ def _different_member_lists(context: DiagnosisContext, relevant: BoolArray | Non
 
 
 def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
-    """Hypotheses about stalled rendezvous that processes have joined with different member lists."""
+    """Hypotheses about stalled rendezvous that processes have joined with different member lists. A process that the
+    others wait for may have created the communicator already, with a list of its own."""
     graph = context.graph
     if graph is None:
         return []
@@ -303,21 +316,44 @@ def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
             rendezvous.setdefault((context.role(edge.process), edge.rendezvous), []).append((node, edge))
     found = []
     for (_, name), joined in rendezvous.items():
-        lists = [edge.members for _, edge in joined]
+        ready = _created_alone(context, name, [edge for _, edge in joined])
+        lists = [edge.members for _, edge in joined] + [OTHER_RANKS] * len(ready)
         if len(set(lists)) > 1 and any(graph.stalled[node] for node, _ in joined):
-            found.append(_rendezvous_hypothesis(name, lists, joined))
+            processes = [edge.process for _, edge in joined] + ready
+            hypothesis = _rendezvous_hypothesis(name, lists, processes, joined[0][0])
+            found.append(replace(hypothesis, since=min(edge.since for _, edge in joined)))
     return found
 
 
-def _rendezvous_hypothesis(name: str, lists: Sequence[str], joined: Sequence[tuple[int, WaitEdge]]) -> Hypothesis:
-    vote = _vote(lists, size=len(max(lists, key=lists.count).split(",")))
-    wrong = [joined[each][1] for each in vote.wrong]
-    wrong_lists = " and ".join(sorted({f"ranks {edge.members}" for edge in wrong}))
-    others = f", but the others with ranks {vote.most}" if vote.most is not None else ""
-    text, culprits = f"creates {name} with {wrong_lists}{others}", {edge.process for edge in wrong}
-    hypothesis = _membership_hypothesis(vote, text, culprits, joined[0][0], of=len(joined))
-    since, processes = min(edge.since for _, edge in joined), tuple(edge.process for _, edge in joined)
-    return replace(hypothesis, since=since, others=processes)
+def _created_alone(context: DiagnosisContext, rendezvous: str, joined: Sequence[WaitEdge]) -> list[int]:
+    """The processes that others wait for in a rendezvous, and that have created its communicator with a list that none
+    of these has."""
+    members = context.evidence.communicators
+    if members.member_list is None:
+        return []
+    lists, awaited = {edge.member_list for edge in joined}, {each for edge in joined for each in edge.on}
+    awaited -= {edge.process for edge in joined}
+    found = set()
+    for number, about in enumerate(members.info):
+        if about.rendezvous == rendezvous:
+            rows = context.members(number)
+            made = zip(members.process[rows].tolist(), members.member_list[rows].tolist(), strict=True)
+            found |= {process for process, made_with in made if made_with >= 0 and made_with not in lists}
+    return sorted(found & awaited)
+
+
+def _rendezvous_hypothesis(name: str, lists: Sequence[str], processes: Sequence[int], node: int) -> Hypothesis:
+    known = [each for each in lists if each != OTHER_RANKS]
+    vote = _vote(lists, size=len(max(known, key=known.count).split(",")))
+    wrong_lists = " and ".join(sorted({_ranks_text(lists[each]) for each in vote.wrong}))
+    others = f", but the others with {_ranks_text(str(vote.most))}" if vote.most is not None else ""
+    text, culprits = f"creates {name} with {wrong_lists}{others}", {processes[each] for each in vote.wrong}
+    hypothesis = _membership_hypothesis(vote, text, culprits, node, of=len(processes))
+    return replace(hypothesis, others=tuple(processes))
+
+
+def _ranks_text(members: str) -> str:
+    return members if members == OTHER_RANKS else f"ranks {members}"
 
 
 def _member_list_hypothesis(context: DiagnosisContext, communicator: int, node: int) -> Hypothesis:
