@@ -8,7 +8,7 @@ low confidence.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,7 +60,10 @@ def find_mismatches(context: DiagnosisContext, relevant: BoolArray | None) -> li
         stalled = context.graph.communicator[relevant & context.graph.stalled]
         known = {each.communicator for each in divergences}
         found += find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
-    return found + _different_member_lists(context, relevant) + _different_rendezvous(context)
+    rendezvous = _different_rendezvous(context)
+    covered = {process for each in rendezvous for process in each.others}
+    lists = [each for each in _different_member_lists(context, relevant) if not covered.issuperset(each.culprits)]
+    return found + lists + rendezvous
 
 
 def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
@@ -315,45 +318,39 @@ def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
         if edge.members:
             rendezvous.setdefault((context.role(edge.process), edge.rendezvous), []).append((node, edge))
     found = []
-    for (_, name), joined in rendezvous.items():
-        ready = _created_alone(context, name, [edge for _, edge in joined])
-        lists = [edge.members for _, edge in joined] + [OTHER_RANKS] * len(ready)
-        if len(set(lists)) > 1 and any(graph.stalled[node] for node, _ in joined):
-            processes = [edge.process for _, edge in joined] + ready
-            hypothesis = _rendezvous_hypothesis(name, lists, processes, joined[0][0])
-            found.append(replace(hypothesis, since=min(edge.since for _, edge in joined)))
+    for (role, name), joined in rendezvous.items():
+        edges = [edge for _, edge in joined]
+        texts = {edge.member_list: f"ranks {edge.members}" for edge in edges if edge.member_list >= 0}
+        ready = {p: texts.get(made, OTHER_RANKS) for p, made in _created_by(context, name, role).items()}
+        lists = {**ready, **{edge.process: f"ranks {edge.members}" for edge in edges}}
+        awaited = {each for edge in edges for each in edge.on} | {edge.process for edge in edges}
+        if len({lists[p] for p in awaited & lists.keys()}) > 1 and any(graph.stalled[node] for node, _ in joined):
+            size = max(len(edge.members.split(",")) for edge in edges)
+            hypothesis = _rendezvous_hypothesis(name, lists, size, joined[0][0])
+            found.append(replace(hypothesis, since=min(edge.since for edge in edges)))
     return found
 
 
-def _created_alone(context: DiagnosisContext, rendezvous: str, joined: Sequence[WaitEdge]) -> list[int]:
-    """The processes that others wait for in a rendezvous, and that have created its communicator with a list that none
-    of these has."""
-    members = context.evidence.communicators
+def _created_by(context: DiagnosisContext, rendezvous: str, role: str) -> dict[int, int]:
+    """The member lists with which processes of the role have created the communicator of a rendezvous."""
+    members, found = context.evidence.communicators, dict[int, int]()
     if members.member_list is None:
-        return []
-    lists, awaited = {edge.member_list for edge in joined}, {each for edge in joined for each in edge.on}
-    awaited -= {edge.process for edge in joined}
-    found = set()
+        return found
     for number, about in enumerate(members.info):
         if about.rendezvous == rendezvous:
             rows = context.members(number)
             made = zip(members.process[rows].tolist(), members.member_list[rows].tolist(), strict=True)
-            found |= {process for process, made_with in made if made_with >= 0 and made_with not in lists}
-    return sorted(found & awaited)
+            found.update({p: made_with for p, made_with in made if made_with >= 0 and context.role(p) == role})
+    return found
 
 
-def _rendezvous_hypothesis(name: str, lists: Sequence[str], processes: Sequence[int], node: int) -> Hypothesis:
-    known = [each for each in lists if each != OTHER_RANKS]
-    vote = _vote(lists, size=len(max(known, key=known.count).split(",")))
-    wrong_lists = " and ".join(sorted({_ranks_text(lists[each]) for each in vote.wrong}))
-    others = f", but the others with {_ranks_text(str(vote.most))}" if vote.most is not None else ""
-    text, culprits = f"creates {name} with {wrong_lists}{others}", {processes[each] for each in vote.wrong}
-    hypothesis = _membership_hypothesis(vote, text, culprits, node, of=len(processes))
-    return replace(hypothesis, others=tuple(processes))
-
-
-def _ranks_text(members: str) -> str:
-    return members if members == OTHER_RANKS else f"ranks {members}"
+def _rendezvous_hypothesis(name: str, lists: Mapping[int, str], size: int, node: int) -> Hypothesis:
+    processes = list(lists)
+    vote = _vote(list(lists.values()), size)
+    wrong = {processes[position] for position in vote.wrong}
+    others = f", but the others with {vote.most}" if vote.most is not None else ""
+    text = f"creates {name} with {' and '.join(sorted({lists[each] for each in wrong}))}{others}"
+    return replace(_membership_hypothesis(vote, text, wrong, node, of=len(processes)), others=tuple(processes))
 
 
 def _member_list_hypothesis(context: DiagnosisContext, communicator: int, node: int) -> Hypothesis:

@@ -328,14 +328,15 @@ def test_members_with_different_lists_wait_for_each_other_in_the_rendezvous() ->
 
 
 def test_a_member_that_has_created_a_communicator_with_its_own_list_is_the_culprit() -> None:
-    """The others wait for rank 0 in the rendezvous. It has created the communicator with rank 2 and is inside the first
-    collective."""
-    for made_with, culprits in ((7, ["policy-0"]), (9, [])):
+    """The others wait for rank 0 in the rendezvous. It has created the communicator with rank 1 and is inside the first
+    collective; rank 1 waits with the others, or has created the communicator as they do."""
+    for first, second, culprits in ((7, UNKNOWN, ["policy-0"]), (9, UNKNOWN, []), (7, 9, ["policy-0"])):
         edges = [
-            wait(process, 0, 3 - process, kind="rendezvous", rendezvous="late (3)", members="0, 1, 2", member_list=9)
-            for process in (1, 2)
-        ]
-        taken = snapshot(policy(3), [Group("late", [0, 2], [1, 0], [0, 0], ranks=[made_with, UNKNOWN])], edges)
+            wait(process, *{0, 1, 2} - {process}, kind="rendezvous", rendezvous="late (3)", members="0, 1, 2",
+                 member_list=9)
+            for process in ((1, 2) if second == UNKNOWN else (2,))
+        ]  # fmt: skip
+        taken = snapshot(policy(3), [Group("late", [0, 1], [1, 0], [0, 0], ranks=[first, second])], edges)
         about = [replace(taken.communicators.info[0], rendezvous="late (3)")]
         verdicts = diagnose(replace(taken, communicators=replace(taken.communicators, info=about)))
         found = [each for each in verdicts if each.kind is VerdictKind.MISMATCH]
