@@ -52,7 +52,7 @@ GLOO_ONLY = ("monitored_barrier", "", None)
 WORLD = [
     ("all_reduce", "[4]", None), ("broadcast", "[4]", 1), ("barrier", "", None), GLOO_ONLY,
     ("all_gather_object", "", None), ("broadcast_object_list", "", 0), ("gather_object", "", 0),
-    ("all_gather", "[4]", None), ("all_gather_into_tensor", "[4]", None), ("reduce_scatter_tensor", "[8]", None),
+    ("all_gather", "[4], [4]", None), ("all_gather_into_tensor", "[4]", None), ("reduce_scatter_tensor", "[8]", None),
     ("gather", "[4]", 1), ("scatter", "[4]", 0), ("all_to_all_single", "", None), ("all_reduce", "[4]", None),
 ]  # fmt: skip
 

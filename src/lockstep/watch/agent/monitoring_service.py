@@ -12,7 +12,7 @@
         and "freed" names the processes that were in one; does nothing if a culprit has been replaced meanwhile
     {"id", "op": "dump", "names"} -> {"folder"}   has flight recorders written to this folder, see `commands`
     {"id", "op": "dumps"} -> {"dumps": {name: text}}   the dumps that have been written so far
-    <- states also have "calm": every process makes progress or is idle
+    <- states also have "calm": every process makes progress or is idle, and all members' calls agree
     <- {"m": "leaving", "host", "reason"}: the agent shuts down; processes that end from now on are ended on purpose
 
 The agent's loop drives the service, which never blocks.
@@ -124,7 +124,7 @@ class MonitoringService:
         self._monitor.sample(self._children, self._sampler.stopped_pid)
         self._no_stall = self._monitor.shows_no_stall()
         roster, state = self._reports.build(self._monitor)
-        message = encode_report(state) | {"calm": self._no_stall}
+        message = encode_report(state) | {"calm": self._no_stall and not self._reports.comparison.found_difference}
         for connection, observer in list(self._observers.items()):
             if observer.roster != roster.number:
                 observer.roster = roster.number

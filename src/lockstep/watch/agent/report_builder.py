@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lockstep.watch.agent.call_comparison import CallComparison
 from lockstep.watch.agent.process_monitor import ProcessMonitor, ProcessState
 from lockstep.watch.agent.report_messages import (
     NAN,
@@ -12,6 +13,7 @@ from lockstep.watch.agent.report_messages import (
     RosterMember,
     StateReport,
     WaitReport,
+    list_number,
     pack_calls,
     pack_member,
     pack_process,
@@ -30,6 +32,7 @@ from lockstep.watch.diagnosis.evidence_types import (
     ProcessInfo,
     ProcessNote,
 )
+from lockstep.watch.recorder.rendezvous_wait import rendezvous_name
 
 QUIET_S = 1.0
 """Reports contain no details of processes that made progress within this time."""
@@ -50,6 +53,7 @@ class ReportBuilder:
     devices: DeviceSampler | None = None
     last_devices: HostDevices = field(default_factory=HostDevices)
     """Those of the last report."""
+    comparison: CallComparison = field(default_factory=CallComparison)
     _explained: set[int] = field(default_factory=set)
     """Signatures whose calls all supervisors have received."""
 
@@ -71,7 +75,8 @@ class ReportBuilder:
         if self.devices is not None:
             self.last_devices = self.devices.report([(each.pid, each.start_ticks) for each in states])
         now = time.monotonic_ns()
-        calls = [_newest_calls(states[index], record, now) for index, record in memberships]
+        self.comparison.update((states[index], record) for index, record in memberships)
+        calls = [self._reported_calls(states[index], record, now) for index, record in memberships]
         state = StateReport(
             self.host,
             self.roster.number,
@@ -97,17 +102,25 @@ class ReportBuilder:
         )
         named: dict[int, RosterCommunicator] = {}
         for _, each in memberships:
-            about = CommunicatorInfo(each.label, each.description, each.backend)
+            about = CommunicatorInfo(
+                each.label, each.description, each.backend, rendezvous_name(each.name, each.description)
+            )
             pair = each.pair
             ranks, of = (None, "") if pair is None else ((pair.sender, pair.receiver), f"{pair.of:x}")
             named.setdefault(each.identity, RosterCommunicator(f"{each.identity:x}", about, each.size, ranks, of))
         numbers = {identity: number for number, identity in enumerate(named)}
         members = tuple(
-            RosterMember(index, numbers[each.identity], each.rank, each.members >> 1) for index, each in memberships
+            RosterMember(index, numbers[each.identity], each.rank, list_number(each.members))
+            for index, each in memberships
         )
         old, new = self.roster, (processes, tuple(named.values()), members)
         if not old.number or new != (old.processes, old.communicators, old.members):
             self.roster = Roster(self.host, old.number + 1, *new)
+
+    def _reported_calls(self, process: ProcessState, record: CommunicatorRecord, now: int) -> Sequence[CallRecord]:
+        """The newest collectives of a member, and those from the first difference of the members' calls on."""
+        newest, differing = _newest_calls(process, record, now), self.comparison.calls_of(process, record)
+        return newest if not differing else list({call.seq: call for call in (*differing, *newest)}.values())
 
     def _about(self, calls: Iterable[Sequence[CallRecord]]) -> dict[int, CollectiveCall]:
         about = {
@@ -125,7 +138,7 @@ class ReportBuilder:
 def _pack_process_state(process: ProcessState, now: int) -> bytes:
     code = None if process.exit_code == NO_EXIT_CODE else process.exit_code
     return pack_process(
-        process.liveness, code, _age_s(process.ended_ns, now), _age_s(process.progress_ns, now),
+        process.liveness, code, _age_s(process.ended_ns, now), _age_s(max(process.progress_ns, process.moved_ns), now),
         _age_s(process.active_ns, now), _age_s(process.same_stack_ns, now),
     )  # fmt: skip
 

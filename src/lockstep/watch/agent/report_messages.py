@@ -8,7 +8,7 @@ clocks of hosts may differ.
 
     {"m": "roster", "host": "b", "number": 7,
      "processes": [[name, role, rank, pid, parent], ...],
-     "communicators": [[key, name, description, backend, size, ranks, of], ...],
+     "communicators": [[key, name, description, backend, size, ranks, of, rendezvous], ...],
      "members": [[process, communicator, rank in it, made with], ...]}
 
 - `key` identifies a communicator uniquely in the job, such as `policy/fsdp`. torch's names ("0", "1") are not unique,
@@ -17,6 +17,7 @@ clocks of hosts may differ.
   in the order of the communicator; null if unknown or longer than 64.
 - `of` is empty. For the messages from one member of a communicator to another, which are a communicator of these two,
   it is the key of their communicator, and `ranks` are the sender's and the receiver's rank in that.
+- `rendezvous` is the name of the rendezvous in which the members of the communicator create it.
 - *made with* is a digest of the list of members with which the member created the communicator, -1 if unknown.
 
     {"m": "state", "host": "b", "number": 7,
@@ -154,6 +155,11 @@ class StateReport:
     devices: HostDevices = field(default_factory=HostDevices)
 
 
+def list_number(digest: int) -> int:
+    """The digest of a member list as it is reported and compared (`MembershipTable.member_list`)."""
+    return digest >> 1
+
+
 def pack_process(
     liveness: Liveness = Liveness.RUNNING,
     exit_code: int | None = None,
@@ -232,7 +238,7 @@ def _encode_roster(roster: Roster) -> dict[str, Any]:
         "processes": [[each.name, each.role, each.rank, each.pid, each.parent] for each in roster.processes],
         "communicators": [
             [each.key, each.about.name, each.about.description, each.about.backend, each.size,
-             None if each.ranks is None else list(each.ranks), each.of]
+             None if each.ranks is None else list(each.ranks), each.of, each.about.rendezvous]
             for each in roster.communicators
         ],
         "members": [[each.process, each.communicator, each.rank, each.made_with] for each in roster.members],
@@ -249,9 +255,13 @@ def _decode_roster(message: Mapping[str, Any]) -> Roster:
         ),
         tuple(
             RosterCommunicator(
-                key, CommunicatorInfo(name, about, backend), size, None if ranks is None else tuple(ranks), of
+                key,
+                CommunicatorInfo(name, about, backend, rendezvous),
+                size,
+                None if ranks is None else tuple(ranks),
+                of,
             )
-            for key, name, about, backend, size, ranks, of in message["communicators"]
+            for key, name, about, backend, size, ranks, of, rendezvous in message["communicators"]
         ),
         tuple(RosterMember(*row) for row in message["members"]),
     )

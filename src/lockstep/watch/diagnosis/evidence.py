@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep.watch.diagnosis.device_evidence import ProcessDevice
 from lockstep.watch.diagnosis.evidence_types import (
+    UNKNOWN,
     CollectiveCall,
     CommunicatorInfo,
     ProcessInfo,
@@ -143,6 +144,8 @@ class WaitEdge:
     not joined yet."""
     members: str = ""
     """The member list with which the process joins the rendezvous; all members must give the same list."""
+    member_list: int = UNKNOWN
+    """Identifies that list, as in `MembershipTable.member_list`."""
     unwatched: int = 0
     """The number of participants in the rendezvous on hosts that are not watched."""
 

@@ -66,6 +66,8 @@ class CommunicatorInfo:
     name: str
     description: str = ""
     backend: str = ""
+    rendezvous: str = ""
+    """The name of the rendezvous in which its members create it, as in `WaitEdge.rendezvous`; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

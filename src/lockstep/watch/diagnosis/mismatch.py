@@ -8,7 +8,7 @@ low confidence.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,8 @@ from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, Ver
 from lockstep.watch.diagnosis.wait_graph import BoolArray
 
 CERTAIN, LIKELY, UNDECIDED = 0.95, 0.75, 0.45
+OTHER_RANKS = "other ranks"
+"""In place of a member list of which only a digest is known."""
 WINDOW = 64
 """The size of the comparison table per communicator, indexed by the sequence number modulo this power of two."""
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -58,7 +60,10 @@ def find_mismatches(context: DiagnosisContext, relevant: BoolArray | None) -> li
         stalled = context.graph.communicator[relevant & context.graph.stalled]
         known = {each.communicator for each in divergences}
         found += find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
-    return found + _different_member_lists(context, relevant) + _different_rendezvous(context)
+    rendezvous = _different_rendezvous(context)
+    covered = {process for each in rendezvous for process in each.others}
+    lists = [each for each in _different_member_lists(context, relevant) if not covered.issuperset(each.culprits)]
+    return found + lists + rendezvous
 
 
 def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
@@ -187,12 +192,22 @@ def _signature_in_order(context: DiagnosisContext, divergence: _Divergence) -> i
 
 
 def _may_still_be_decided(context: DiagnosisContext, divergence: _Divergence) -> bool:
-    """Whether a further member may still decide, because it is active and has not reached the call or its call is not
-    known yet."""
+    """Whether a further member may still decide: it runs, and its call is not known yet. One that waits for no other
+    process will make its call unless it is proven inactive, however late a loaded host lets it; one that waits, or has
+    made its call already, is not waited for once it is inactive, because only active members report few calls."""
     rows, members = context.members(divergence.communicator), context.evidence.communicators
-    counted = members.process[rows][members.entered[rows] >= 0]
-    others = [p for p in np.setdiff1d(counted, divergence.process).tolist() if context.liveness(p) is Liveness.RUNNING]
-    return any(measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in others[:WINDOW])
+    rows_of = {int(members.process[row]): row for row in range(rows.start, rows.stop) if members.entered[row] >= 0}
+    others = [p for p in rows_of if p not in divergence.process and context.liveness(p) is Liveness.RUNNING]
+    return any(_may_still_call(context, p, divergence.seq, rows_of[p]) for p in others[:WINDOW])
+
+
+def _may_still_call(context: DiagnosisContext, process: int, seq: int, row: int) -> bool:
+    found, graph = measure_inactivity(context, process), context.graph
+    if found.is_active(context.thresholds.notice_s):
+        return True
+    waits = graph is not None and bool((graph.wait_process == process).any())
+    arrived = context.evidence.communicators.entered[row] >= seq
+    return not (arrived or waits) and found.is_active(context.inactivity_limit_s(process))
 
 
 def _parallel_signature(context: DiagnosisContext, divergence: _Divergence) -> int | None:
@@ -292,7 +307,8 @@ def _different_member_lists(context: DiagnosisContext, relevant: BoolArray | Non
 
 
 def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
-    """Hypotheses about stalled rendezvous that processes have joined with different member lists."""
+    """Hypotheses about stalled rendezvous that processes have joined with different member lists. A process that the
+    others wait for may have created the communicator already, with a list of its own."""
     graph = context.graph
     if graph is None:
         return []
@@ -302,22 +318,39 @@ def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
         if edge.members:
             rendezvous.setdefault((context.role(edge.process), edge.rendezvous), []).append((node, edge))
     found = []
-    for (_, name), joined in rendezvous.items():
-        lists = [edge.members for _, edge in joined]
-        if len(set(lists)) > 1 and any(graph.stalled[node] for node, _ in joined):
-            found.append(_rendezvous_hypothesis(name, lists, joined))
+    for (role, name), joined in rendezvous.items():
+        edges = [edge for _, edge in joined]
+        texts = {edge.member_list: f"ranks {edge.members}" for edge in edges if edge.member_list >= 0}
+        ready = {p: texts.get(made, OTHER_RANKS) for p, made in _created_by(context, name, role).items()}
+        lists = {**ready, **{edge.process: f"ranks {edge.members}" for edge in edges}}
+        awaited = {each for edge in edges for each in edge.on} | {edge.process for edge in edges}
+        if len({lists[p] for p in awaited & lists.keys()}) > 1 and any(graph.stalled[node] for node, _ in joined):
+            size = max(len(edge.members.split(",")) for edge in edges)
+            hypothesis = _rendezvous_hypothesis(name, lists, size, joined[0][0])
+            found.append(replace(hypothesis, since=min(edge.since for edge in edges)))
     return found
 
 
-def _rendezvous_hypothesis(name: str, lists: Sequence[str], joined: Sequence[tuple[int, WaitEdge]]) -> Hypothesis:
-    vote = _vote(lists, size=len(max(lists, key=lists.count).split(",")))
-    wrong = [joined[each][1] for each in vote.wrong]
-    wrong_lists = " and ".join(sorted({f"ranks {edge.members}" for edge in wrong}))
-    others = f", but the others with ranks {vote.most}" if vote.most is not None else ""
-    text, culprits = f"creates {name} with {wrong_lists}{others}", {edge.process for edge in wrong}
-    hypothesis = _membership_hypothesis(vote, text, culprits, joined[0][0], of=len(joined))
-    since, processes = min(edge.since for _, edge in joined), tuple(edge.process for _, edge in joined)
-    return replace(hypothesis, since=since, others=processes)
+def _created_by(context: DiagnosisContext, rendezvous: str, role: str) -> dict[int, int]:
+    """The member lists with which processes of the role have created the communicator of a rendezvous."""
+    members, found = context.evidence.communicators, dict[int, int]()
+    if members.member_list is None:
+        return found
+    for number, about in enumerate(members.info):
+        if about.rendezvous == rendezvous:
+            rows = context.members(number)
+            made = zip(members.process[rows].tolist(), members.member_list[rows].tolist(), strict=True)
+            found.update({p: made_with for p, made_with in made if made_with >= 0 and context.role(p) == role})
+    return found
+
+
+def _rendezvous_hypothesis(name: str, lists: Mapping[int, str], size: int, node: int) -> Hypothesis:
+    processes = list(lists)
+    vote = _vote(list(lists.values()), size)
+    wrong = {processes[position] for position in vote.wrong}
+    others = f", but the others with {vote.most}" if vote.most is not None else ""
+    text = f"creates {name} with {' and '.join(sorted({lists[each] for each in wrong}))}{others}"
+    return replace(_membership_hypothesis(vote, text, wrong, node, of=len(processes)), others=tuple(processes))
 
 
 def _member_list_hypothesis(context: DiagnosisContext, communicator: int, node: int) -> Hypothesis:

@@ -6,6 +6,7 @@ are read from the signatures of the installed version.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ OPERATIONS: dict[str, Operation] = {
     "all_reduce_coalesced": Operation("all_reduce_coalesced", ("tensors",)),
     "broadcast": Operation("broadcast", ("tensor",), root=_SOURCE),
     "reduce": Operation("reduce", ("tensor",), root=_TARGET),
-    "all_gather": Operation("all_gather", ("tensor",)),
+    "all_gather": Operation("all_gather", ("tensor_list",)),  # the inputs' sizes may differ
     "all_gather_coalesced": Operation("all_gather_coalesced", ("input_tensor_list",)),
     "all_gather_into_tensor": _GATHER,
     "all_gather_single": _GATHER,
@@ -139,14 +140,17 @@ def get_rank_argument(
 
 def describe_call(operation: Operation, tensors: Any, root: int | None, module: str = "") -> tuple[int, str]:
     """The 64-bit signature and the text of a call. `tensors` is a tensor, a list of tensors, or None. The module is
-    part of the text, not of the signature."""
-    shapes, dtype = "", ""
+    part of the text, not of the signature. Of the shapes, the signature has the numbers of elements, because only these
+    have to agree: a scalar may meet a tensor of one element."""
+    shapes, sizes, dtype = "", "", ""
     if tensors is not None:
         each = [tensors] if hasattr(tensors, "dtype") else list(tensors)
         dtype = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in each}))
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in each) if operation.sized else ""
+        if operation.sized:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in each)
+            sizes = ", ".join(str(math.prod(tensor.shape)) for tensor in each)
     root_text = "" if root is None else str(root)
-    signature = digest64(SEPARATOR.join([operation.name, dtype, root_text, shapes]))
+    signature = digest64(SEPARATOR.join([operation.name, dtype, root_text, sizes]))
     return signature, SEPARATOR.join([operation.name, dtype, root_text, module, shapes])
 
 

@@ -29,7 +29,7 @@ from lockstep.watch.recorder.c10d_status import C10dStatusReader
 from lockstep.watch.recorder.collective_order import OrderCheck
 from lockstep.watch.recorder.communicator import CommunicatorMember, host_blocking_devices, recovered_at
 from lockstep.watch.recorder.operations import CallSites
-from lockstep.watch.recorder.rendezvous_wait import group_init_wait
+from lockstep.watch.recorder.rendezvous_wait import group_init_wait, member_list_digest
 from lockstep.watch.recorder.torch_fit import check_torch, create_arguments
 from lockstep.watch.recorder.wrappers import (
     C10D_MODULE,
@@ -231,7 +231,7 @@ class Recorder:
             description = str(getattr(group, "group_desc", "") or "")
             backend = str(world.pg_backend_config.get(group) or world.pg_map[group][0])
             slot = self.rings.open_slot(
-                self._identity(group, name), digest64(str(sorted(ranks))), name, description, backend, group.size(),
+                self._identity(group, name), member_list_digest(ranks), name, description, backend, group.size(),
                 group.rank(), loop_thread, on_device=host_blocking_devices(backend) is not None,
             )  # fmt: skip
             if slot is None:

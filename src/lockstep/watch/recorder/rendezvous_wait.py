@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lockstep.base.wait_state import track_wait
+from lockstep.watch.beacon.beacon_records import digest64
 from lockstep.watch.beacon.writer import Beacon
 
 RENDEZVOUS = "rendezvous"
@@ -76,5 +77,15 @@ def group_init_wait(
     waits_for = ", ".join(f"{role}-{each}{suffix}" for each in sorted(ranks) if each != rank)
     if not found or len(waits_for) > MAX_TARGET_CHARS:
         return contextlib.nullcontext()
-    what = f"{(description or 'communicator')[:24]} ({name[:16]})"
-    return track_wait(RENDEZVOUS, waits_for, rendezvous_reason(rank, what, sorted(ranks)))
+    return track_wait(RENDEZVOUS, waits_for, rendezvous_reason(rank, rendezvous_name(name, description), sorted(ranks)))
+
+
+def rendezvous_name(name: str, description: str | None) -> str:
+    """The name of the rendezvous in which a communicator is created, given c10d's name and description of it."""
+    known = description if description not in (None, "", "undefined") else "communicator"
+    return f"{str(known)[:24]} ({name[:16]})"
+
+
+def member_list_digest(members: Sequence[int]) -> int:
+    """A 64-bit digest of the member list with which a communicator is created."""
+    return digest64(str(sorted(members)))

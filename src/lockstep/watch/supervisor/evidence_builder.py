@@ -12,6 +12,7 @@ from lockstep.watch.agent.report_messages import (
     Roster,
     StateReport,
     WaitReport,
+    list_number,
     pack_member,
     pack_process,
 )
@@ -35,6 +36,7 @@ from lockstep.watch.diagnosis.evidence_types import (
     WaitAlias,
     WaitCondition,
 )
+from lockstep.watch.recorder.rendezvous_wait import member_list_digest
 
 _PROCESS_DTYPE = np.dtype(
     [("liveness", "i1"), ("code", "<i4"), ("ended", "<f4"), ("moved", "<f4"), ("active", "<f4"), ("same", "<f4")]
@@ -376,8 +378,16 @@ def _build_edge(
         idle=wait.idle,
         rendezvous=wait.meeting,
         members=wait.members,
+        member_list=_list_number(wait.members),
         unwatched=unwatched,
     )
+
+
+def _list_number(members: str) -> int:
+    """The number of the member list that the wait in a rendezvous shows; UNKNOWN if it shows none."""
+    ranks = members.split(", ")
+    known = all(rank.isdecimal() for rank in ranks)
+    return list_number(member_list_digest([int(rank) for rank in ranks])) if known else UNKNOWN
 
 
 def _resolve_target(

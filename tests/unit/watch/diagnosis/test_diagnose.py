@@ -11,6 +11,7 @@ from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable, WaitEdge
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
+    UNKNOWN,
     CollectiveCall,
     CommunicatorInfo,
     Liveness,
@@ -281,9 +282,13 @@ def test_a_mismatch_is_not_confirmed_while_a_third_rank_may_decide_it() -> None:
     """Two of three calls differ, and the third rank has not reached the call yet."""
     group = Group("fsdp", [0, 1, 2], [412, 412, 411], [411, 411, 411], 1.0)
     group.calls = calls_of((0, [ALL, ALL, ALL]), (1, [ALL, ALL, CollectiveCall("barrier")]), (2, [ALL, ALL]))
-    for still, level in ((0.2, VerdictLevel.NOTICE), (30.0, VerdictLevel.CONFIRMED)):
+    late = ((0.2, VerdictLevel.NOTICE), (5.0, VerdictLevel.NOTICE), (50.0, VerdictLevel.CONFIRMED))
+    for still, level in late:  # on a loaded host, a rank may get no CPU for seconds
         verdicts = diagnose(snapshot(policy(3, p2=One("policy-2", still=still)), [replace(group, since=still)]))
         assert [each.level for each in verdicts if each.kind is VerdictKind.MISMATCH] == [level]
+    waits = wait(2, 0, kind="remote call", why="scores")
+    verdicts = diagnose(snapshot(policy(3, p2=One("policy-2", still=5.0)), [replace(group, since=5.0)], [waits]))
+    assert {each.level for each in verdicts if each.kind is VerdictKind.MISMATCH} == {VerdictLevel.CONFIRMED}
     beyond = replace(group, entered=[412, 412, 413], since=0.2)
     beyond.calls = {key: call for key, call in group.calls.items() if key[0] != 2}
     verdicts = diagnose(snapshot(policy(3, p2=One("policy-2", still=0.2)), [beyond]))
@@ -320,6 +325,24 @@ def test_members_with_different_lists_wait_for_each_other_in_the_rendezvous() ->
     assert first_verdict(two) is not None and two[0].confidence < 0.8
     agreed = [making(process, "0, 1, 2") for process in range(3)]
     assert [each for each in diagnose(snapshot(policy(3), edges=agreed)) if each.culprits] == []
+
+
+def test_a_member_that_has_created_a_communicator_with_its_own_list_is_the_culprit() -> None:
+    """The others wait for rank 0 in the rendezvous. It has created the communicator with rank 1 and is inside the first
+    collective; rank 1 waits with the others, or has created the communicator as they do."""
+    for first, second, culprits in ((7, UNKNOWN, ["policy-0"]), (9, UNKNOWN, []), (7, 9, ["policy-0"])):
+        edges = [
+            wait(process, *{0, 1, 2} - {process}, kind="rendezvous", rendezvous="late (3)", members="0, 1, 2",
+                 member_list=9)
+            for process in ((1, 2) if second == UNKNOWN else (2,))
+        ]  # fmt: skip
+        taken = snapshot(policy(3), [Group("late", [0, 1], [1, 0], [0, 0], ranks=[first, second])], edges)
+        about = [replace(taken.communicators.info[0], rendezvous="late (3)")]
+        verdicts = diagnose(replace(taken, communicators=replace(taken.communicators, info=about)))
+        found = [each for each in verdicts if each.kind is VerdictKind.MISMATCH]
+        assert [[f"policy-{culprit.rank}" for culprit in each.culprits] for each in found] == [culprits] * len(culprits)
+        said = "creates late (3) with other ranks, but the others with ranks 0, 1, 2"
+        assert all(said in each.explanation and each.confidence >= 0.8 for each in found)
 
 
 def test_a_process_ended_by_its_launcher_is_no_culprit() -> None:
