@@ -36,6 +36,9 @@ def find_in_flight(
     if lagging:
         return found + lagging
     uncertain = [node for node in complete if _uncertain_members(context, graph, node)]
+    only = [each for node in complete if (each := _only_suspect(context, graph, node)) is not None]
+    if only and not uncertain:
+        return found + only
     found += [_insufficient_evidence(context, graph, node) for node in uncertain]
     return found + _none_completes(context, graph, list(set(complete) - set(uncertain)))
 
@@ -67,13 +70,15 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
     done = int((members.completed[rows] >= seq).sum())
     if done:
         call, _ = context.call(int(graph.communicator[node]), seq)
-        proves = done > len(waiters) or (call is not None and needs_all_members(call.operation))
+        needs_all = needs_all_members(call.operation) if call else _usually_needs_all(context, graph.communicator[node])
+        proves = done > len(waiters) or needs_all
         text = f"has entered {{collective}} and not completed it, as {done} others have"
     else:
         started = _started(context, rows, seq)
-        waiters = [process for process in waiters if process not in started]
-        proves = bool(started)
-        text = f"has issued {{collective}}, which its device has not started, as {len(started)} others have"
+        waiters = _not_started(context, rows, seq, waiters)
+        proves = bool(waiters)
+        text = "has issued {collective}, which its device has not started"
+        text += f", as {len(started)} others have" if started else ", though nothing older is unfinished"
     if not waiters or not proves:
         return None
     proven = all_proven_inactive(context, waiters[:_MAX_WAITERS], float(graph.since[node]))
@@ -90,12 +95,61 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
     )
 
 
+def _usually_needs_all(context: DiagnosisContext, communicator: int) -> bool:
+    """Whether calls of a communicator are known, and all of them need all members."""
+    calls = context.evidence.calls
+    own = context.pending.communicator[calls.membership] == communicator
+    known = [calls.by_signature.get(each) for each in np.unique(calls.signature[own]).tolist()]
+    return bool(known) and all(each is not None and needs_all_members(each.operation) for each in known)
+
+
 def _started(context: DiagnosisContext, rows: slice, seq: int) -> set[int]:
-    """The members whose devices have started a collective; empty unless it is known of all members."""
+    """The members whose devices are known to have started a collective."""
     members = context.evidence.communicators
-    if members.started is None or (members.started[rows] < 0).any():
+    if members.started is None:
         return set()
     return set(members.process[rows][members.started[rows] >= seq].tolist())
+
+
+def _not_started(context: DiagnosisContext, rows: slice, seq: int, waiters: Collection[int]) -> list[int]:
+    """The waiting members whose devices have certainly not started a collective that is the oldest in their queues, so
+    that they are kept by something else. Counts that are polled may lag; there it takes others that have started it."""
+    members = context.evidence.communicators
+    if members.started is None:
+        return []
+    started = members.started[rows]
+    if context.evidence.source != "dumps" and ((started < 0).any() or not (started >= seq).any()):
+        return []
+    return [p for p in members.process[rows][(started >= 0) & (started < seq)].tolist() if p in waiters]
+
+
+def _may_have_stopped(context: DiagnosisContext, graph: WaitGraph, node: int) -> list[int]:
+    """The members of a collective that all have entered whose devices may have stopped before it: they have ended
+    nothing that was issued later."""
+    return [process for process in graph.waiters(node) if not context.note(process).device_moves]
+
+
+def _only_suspect(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
+    """A hypothesis about the only member of a collective whose device may have stopped; None if there are several, or
+    if none may have."""
+    if not graph.few_wait(node, _MAX_WAITERS):
+        return None
+    waiters, suspects = graph.waiters(node), _may_have_stopped(context, graph, node)
+    if len(suspects) != 1 or len(waiters) < 2:
+        return None
+    proven = all_proven_inactive(context, waiters, float(graph.since[node]))
+    return Hypothesis(
+        VerdictKind.DEVICE_LAG,
+        VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
+        0.6 if proven else 0.45,
+        "has issued {collective} and ended nothing since, while the devices of all other members have ended operations "
+        "that were issued later",
+        tuple(suspects),
+        node=node,
+        since=float(graph.since[node]),
+        alternatives=(Alternative("gpu_hardware_fault", 0.3), Alternative("network_blocked", 0.3)),
+        collect=("the device's counters and the kernel log of its host", "its native stack (py-spy dump --native)"),
+    )
 
 
 def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> list[Hypothesis]:
@@ -148,6 +202,14 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
                 else "GPU and link counters",
                 "native stacks of two members (py-spy dump --native)",
             ),
+            not_excluded=tuple(
+                each
+                for node in nodes
+                if graph.few_wait(node, _MAX_WAITERS)
+                for each in _may_have_stopped(context, graph, node)
+            )
+            if context.evidence.source == "dumps"
+            else (),
         )
     ]
 
@@ -191,5 +253,6 @@ def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: in
         alternatives=(Alternative("absent", 0.5), Alternative("in_flight", 0.2)),
         collect=(f"{missing} of {names}",),
         details=f"Nothing is known of {names}.",
+        not_excluded=tuple(suspects) if context.evidence.source == "dumps" else (),
         others=tuple(suspects),
     )

@@ -59,6 +59,8 @@ def apply_status(trace: RankTrace, status: Any) -> None:
     unmatched = by_number.keys() - {group.number for group in trace.groups}
     if len(without_number) == len(unmatched) == 1:
         without_number[0].number = unmatched.pop()
+    tables = [each for each in by_number.values() if isinstance(each, dict)]
+    trace.timed |= any(_parse_int(each.get("last_started_collective")) > 0 for each in tables)
     without_entries: list[tuple[CommunicatorTrace, int, int]] = []
     may_be_full = trace.only_active and trace.contiguous
     for group in trace.groups:

@@ -44,10 +44,14 @@ class RankOperations:
     pending: Sequence[PendingOperation] = ()
     issued: Mapping[Channel, int] | None = None
     """The number of sends and receives since the start; None if unknown."""
+    running: PendingOperation | None = None
+    """An operation that the device certainly runs, even if it is not known to be the oldest."""
 
     @cached_property
     def heads(self) -> list[PendingOperation]:
         """The oldest operations: one, or several if it is unknown which is the oldest; empty if all have ended."""
+        if self.running is not None:
+            return [self.running]
         oldest = min((each.order for each in self.pending), default=0)
         return [each for each in self.pending if each.order == oldest]
 

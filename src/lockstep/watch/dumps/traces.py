@@ -43,6 +43,8 @@ class CommunicatorTrace:
     it."""
     first: int = -1
     """The oldest collective in the dump."""
+    needs_all: bool = False
+    """True if no collective in the dump can be completed by a member before all have entered it."""
     pending: PendingEntry | None = None
     """The oldest collective that has not ended; None if all have."""
     transfers: list[PendingEntry] = field(default_factory=list)
@@ -97,6 +99,10 @@ class RankTrace:
     been overwritten."""
     timed: bool = False
     """True if the recorder notes when an operation starts on the device."""
+    untimed: bool = False
+    """True if it does not: an operation has ended without a start."""
+    newest_ended: int = -1
+    """The position of the newest operation that has ended, among all of the process; -1 if none is known."""
     timeout_s: float = float("nan")
     """The longest time-out of the operations that have not ended; NaN if unknown."""
     notes: list[str] = field(default_factory=list)
