@@ -83,6 +83,10 @@ class CollectiveCall:
     """`file.py:31 in function`; it need not agree between ranks."""
 
 
+TRANSFER = "send/recv"
+"""The operation of a communicator that stands for the sends of one rank to another; the n-th send meets the n-th
+receive."""
+
 _NEED_ALL = ("all_", "_all_", "allreduce", "allgather", "alltoall", "reduce_scatter", "_reduce_scatter", "barrier")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
+    TRANSFER,
     UNKNOWN,
     CollectiveCall,
     Liveness,
@@ -27,7 +28,7 @@ from lockstep.watch.dumps.dump_times import bound_times
 from lockstep.watch.dumps.member_rows import GroupRows, communicator_rows
 from lockstep.watch.dumps.missing_dumps import accuse_missing
 
-_TRANSFER = CollectiveCall("send/recv")
+_TRANSFER = CollectiveCall(TRANSFER)
 _TRANSFER_SIGNATURE = 1
 """Digests of calls are hardly ever this small."""
 

@@ -38,6 +38,8 @@ class MemberRow:
     uncertain: bool = False
     issued: int = UNKNOWN
     """The last operation that the host has issued."""
+    ended_unknown: bool = False
+    """True if the rank has no unfinished send here, and it is unknown whether it has ended that which is waited for."""
     moves: bool = False
     """True if the rank waits, and its device has ended an operation that was issued later."""
 
@@ -60,9 +62,10 @@ def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapp
     running = _proven_running(communicators, operations)
     operations |= {rank: replace(operations[rank], running=each) for rank, each in running.items()}
     heads = {rank: each.heads for rank, each in operations.items()}
-    lost = {rank for rank in heads.keys() - running.keys() if by_rank[rank].trace.pending_lost}
+    lost = _ranks_with_lost_operations(by_rank) - running.keys()
     uncertain = lost | {rank for rank, own in heads.items() if _is_opaque(own)}
     timed = _timed_ranks(by_rank)
+    waiting = {rank for rank, own in heads.items() if own}
     infos = name_communicators(communicators)
     found = []
     for number, (info, communicator) in enumerate(zip(infos, communicators, strict=True)):
@@ -74,6 +77,7 @@ def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapp
             row = MemberRow(rank)
             if rank in positions:
                 _place(row, positions[rank], rank in timed)
+                row.ended_unknown = rank == source and not positions[rank].known
             rows.append(row)
         info = infos[number]
         name = f"{info.name}, rank {source} to {target}"
@@ -82,8 +86,9 @@ def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapp
         own = heads[row.rank]
         row.moves = row.waits and any(by_rank[row.rank].trace.newest_ended > head.order for head in own)
         row.uncertain |= row.rank in uncertain
-        if row.rank in lost:
-            row.started = UNKNOWN  # the oldest operation may have been started
+        if row.started < row.entered and not by_rank[row.rank].trace.pending_kept:
+            row.started = UNKNOWN  # the oldest operation may be another one, and have started
+        row.uncertain |= row.rank in waiting and row.ended_unknown
     return found
 
 
@@ -93,6 +98,18 @@ def _timed_ranks(by_rank: Mapping[int, RankDump]) -> set[int]:
     traces = {rank: dump.trace for rank, dump in by_rank.items()}
     shown = {rank for rank, trace in traces.items() if trace.timed}
     return {rank for rank, trace in traces.items() if shown and not trace.untimed} | shown
+
+
+def _ranks_with_lost_operations(by_rank: Mapping[int, RankDump]) -> set[int]:
+    """The ranks whose oldest unfinished operation may have been overwritten. A dump without any ended operation and
+    without the first one is one of all unfinished operations, or a full one that has lost the older ones; the counters
+    or the other dumps of the job show which."""
+    traces = {rank: dump.trace for rank, dump in by_rank.items() if dump.trace.entries}
+    is_full = not all(trace.only_active for trace in traces.values())
+    return {
+        rank for rank, trace in traces.items() if not trace.pending_kept
+        and (trace.pending_lost or (is_full and trace.only_active and trace.contiguous))
+    }  # fmt: skip
 
 
 def _proven_running(

@@ -65,6 +65,8 @@ class Position:
     completed: int
     since: float = float("nan")
     started: bool = False
+    known: bool = True
+    """False if no operation is pending and the number of ended ones is unknown."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,8 @@ def match_transfers(ranks: Mapping[int, RankOperations]) -> dict[Channel, dict[i
             done = count - side.pending if numbered and count is not None else 0
             entered = done + side.at_head
             completed = entered - 1 if side.at_head else done
-            found[channel][rank] = Position(entered, completed, side.since, side.started)
+            known = numbered or side.pending > 0
+            found[channel][rank] = Position(entered, completed, side.since, side.started, known)
     return found
 
 

@@ -83,6 +83,7 @@ def split_off_transfers(group: CommunicatorTrace, entries: Entries, complete: bo
     transfers = [entry for entry in entries if entry["is_p2p"]]
     others = [entry for entry in entries if not entry["is_p2p"]]
     group.issued = dict(Counter(map(operation_of, transfers)))
+    group.first_transfer = min(_key(entry)[1] for entry in transfers)
     batches: dict[_BatchKey, list[dict[str, Any]]] = {}
     for entry in transfers:
         batches.setdefault(_key(entry), []).append(entry)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_dumps import Recorder, draw_recorder, dump_bytes, dumped_at, missing_ranks
-from cluster_simulator import Cluster, faulty_cluster, make_cluster, run
+from cluster_simulator import Cluster, Fault, faulty_cluster, make_cluster, run
 
 from lockstep.watch.diagnosis.verdict import Verdict
 from lockstep.watch.dumps.decode import DumpDecoder
@@ -58,14 +58,28 @@ def oldest_unfinished(cluster: Cluster, rank: int) -> float:
 
 
 def reached_faults(cluster: Cluster) -> frozenset[int]:
-    """The faulty ranks that have come as far as they would if their fault were the only one."""
-    faults = cluster.faults if len(cluster.faults) > 1 else ()
-    hidden = {
-        fault.rank for fault in faults
-        if oldest_unfinished(cluster, fault.rank)
-        < oldest_unfinished(run(make_cluster(cluster.seed, (fault,))), fault.rank)
-    }  # fmt: skip
-    return frozenset(fault.rank for fault in cluster.faults) - hidden
+    """The faulty ranks that have come as far as they would if their fault were the only one, and whose kernel is not
+    one that waits for others."""
+    reached = [
+        fault for fault in cluster.faults
+        if len(cluster.faults) == 1 or _has_come_as_far_as_alone(cluster, fault)
+    ]  # fmt: skip
+    return frozenset(fault.rank for fault in reached if not _waits_for_others(cluster, fault))
+
+
+def _has_come_as_far_as_alone(cluster: Cluster, fault: Fault) -> bool:
+    alone = run(make_cluster(cluster.seed, (fault,)))
+    return oldest_unfinished(cluster, fault.rank) >= oldest_unfinished(alone, fault.rank)
+
+
+def _waits_for_others(cluster: Cluster, fault: Fault) -> bool:
+    """Whether the kernel that should not end has not begun on all members."""
+    if fault.kind != "unfinished":
+        return False
+    own = cluster.issued[fault.rank][fault.place]
+    same = [each for issued in cluster.issued for each in issued
+            if each.group == own.group and each.sequence == own.sequence and not each.transfers]  # fmt: skip
+    return not all(each.running for each in same) or len(same) < len(own.group.ranks)
 
 
 def judge(cluster: Cluster, recorder: Recorder, missing: Iterable[int] = ()) -> Score:
