@@ -254,5 +254,6 @@ def _merge_pair(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -
         cause=cause,
         facts=tuple(dict.fromkeys((*one.facts, *other.facts)))[:16],
         collect=tuple(dict.fromkeys((*one.collect, *other.collect)))[:8],
+        not_excluded=tuple(sorted({*one.not_excluded, *other.not_excluded} - culprits)),
         others=tuple({*one.others, *other.others} - culprits),
     )

@@ -268,6 +268,8 @@ class Hypothesis:
     """True if the evidence proves the hypothesis however long the waits last, as a death or a mismatch does."""
     part: int | None = None
     """The part of the culprit that hangs: its line is shown."""
+    not_excluded: tuple[int, ...] = ()
+    """Processes of which the evidence cannot tell whether they are at fault."""
     others: tuple[int, ...] = field(default=())
     """Innocent processes of the incident. Hypotheses that share processes belong to one incident."""
 

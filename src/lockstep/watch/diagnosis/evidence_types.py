@@ -56,6 +56,9 @@ class ProcessNote:
     """The longest duration so far, in this job, of the stage that the process is in."""
     unrecorded: bool = False
     """True if the process has communicators that are not recorded, in which it may wait."""
+    device_moves: bool = False
+    """True if the device has ended an operation that was issued after the one that the process waits in, so that it has
+    not stopped."""
     waits_for_device: bool = False
     """True if the main thread is in a synchronisation with a device, so that its use of the CPU proves nothing as long
     as its stack does not change."""
@@ -81,6 +84,10 @@ class CollectiveCall:
     site: str = ""
     """`file.py:31 in function`; it need not agree between ranks."""
 
+
+TRANSFER = "send/recv"
+"""The operation of a communicator that stands for the sends of one rank to another; the n-th send meets the n-th
+receive."""
 
 _NEED_ALL = ("all_", "_all_", "allreduce", "allgather", "alltoall", "reduce_scatter", "_reduce_scatter", "barrier")
 

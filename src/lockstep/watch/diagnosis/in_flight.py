@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.deadlock import find_out_of_order
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, all_proven_inactive
-from lockstep.watch.diagnosis.evidence_types import Liveness, needs_all_members
+from lockstep.watch.diagnosis.evidence_types import TRANSFER, Liveness, needs_all_members
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
@@ -34,12 +34,26 @@ def find_in_flight(
     nodes = [node for node in np.flatnonzero(unblocked).tolist() if int(graph.communicator[node]) not in explained]
     complete = [node for node in nodes if not has_suspects[node]]
     found = [_insufficient_evidence(context, graph, node) for node in nodes if has_suspects[node]]
-    lagging = [each for node in complete if (each := _lagging_members(context, graph, node)) is not None]
-    if lagging:
-        return found + lagging
-    uncertain = [node for node in complete if _uncertain_members(context, graph, node)]
+    lagging = {node: each for node in complete if (each := _lagging_members(context, graph, node)) is not None}
+    if _is_of_dumps(context):
+        held = [
+            node for node in np.flatnonzero(relevant & graph.stalled & blocked).tolist() if graph.is_collective(node)
+        ]
+        found += [each for node in held if (each := _kept_from_starting(context, graph, node)) is not None]
+    elif lagging:
+        complete = []  # counts that are polled may not show yet that the others have gone on
+    found += lagging.values()
+    complete = [node for node in complete if node not in lagging]
+    uncertain = {node for node in complete if _uncertain_members(context, graph, node)}
+    only = {node: each for node in complete if (each := _only_suspect(context, graph, node)) is not None}
+    found += [each for node, each in only.items() if node not in uncertain]
     found += [_insufficient_evidence(context, graph, node) for node in uncertain]
-    return found + _none_completes(context, graph, list(set(complete) - set(uncertain)))
+    return found + _none_completes(context, graph, [node for node in complete if node not in uncertain | only.keys()])
+
+
+def _is_of_dumps(context: DiagnosisContext) -> bool:
+    """Whether the evidence is that of flight recorders, in which a rank waits only in its oldest operation."""
+    return context.evidence.source == "dumps"
 
 
 def _uncertain_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> list[int]:
@@ -61,34 +75,55 @@ def _waited_in_beside(graph: WaitGraph, blocked: BoolArray) -> BoolArray:
 
 def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
     """A hypothesis about members that have not completed a collective that others have completed: one other proves it
-    if the operation needs all members, else most others. Or about members whose devices have not started a collective
-    that others have started. None if there are none."""
+    if the operation needs all members, else most others. Or about members whose devices have not started a collective.
+    None if there are none."""
     waiters = graph.waiters(node) if graph.few_wait(node, _MAX_WAITERS) else []
     members, seq = context.evidence.communicators, int(graph.seq[node])
     rows = context.members(int(graph.communicator[node]))
     done = int((members.completed[rows] >= seq).sum())
-    if done:
-        call, _ = context.call(int(graph.communicator[node]), seq)
-        proves = done > len(waiters) or (call is not None and needs_all_members(call.operation))
-        text = f"has entered {{collective}} and not completed it, as {_others_have(done)}"
-    else:
-        started = _started(context, rows, seq)
-        waiters = [process for process in waiters if process not in started]
-        proves = bool(started)
-        text = f"has issued {{collective}}, which its device has not started, as {_others_have(len(started))}"
-    if not waiters or not proves:
+    if not done:
+        return _kept_from_starting(context, graph, node)
+    call, _ = context.call(int(graph.communicator[node]), seq)
+    needs_all = (
+        needs_all_members(call.operation) if call else _usually_needs_all(context, int(graph.communicator[node]))
+    )
+    is_transfer = call is not None and call.operation == TRANSFER
+    if not waiters or not (done > len(waiters) or needs_all or is_transfer):
         return None
-    proven = all_proven_inactive(context, waiters[:_MAX_WAITERS], float(graph.since[node]))
+    return _stuck_devices(
+        context, graph, node, waiters, f"has entered {{collective}} and not completed it, as {_others_have(done)}", 0.7
+    )
+
+
+def _kept_from_starting(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
+    """A hypothesis about members whose devices have not started a collective that they have reached; None if there are
+    none."""
+    if not graph.few_wait(node, _MAX_WAITERS):
+        return None
+    rows, seq = context.members(int(graph.communicator[node])), int(graph.seq[node])
+    culprits, others = _not_started(context, rows, seq, graph.waiters(node)), _started(context, rows, seq)
+    if not culprits:
+        return None
+    text = f"as {_others_have(others)}" if others else "though nothing older is unfinished"
+    text = f"has issued {{collective}}, which its device has not started, {text}"
+    return _stuck_devices(context, graph, node, culprits, text, 0.7)
+
+
+def _stuck_devices(
+    context: DiagnosisContext, graph: WaitGraph, node: int, culprits: list[int], text: str, confidence: float
+) -> Hypothesis:
+    """A hypothesis that the devices of some members keep a collective from ending; `confidence` is that of proof."""
+    proven = all_proven_inactive(context, culprits[:_MAX_WAITERS], float(graph.since[node]))
     return Hypothesis(
         VerdictKind.DEVICE_LAG,
         VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
-        0.7 if proven else 0.5,
+        confidence if proven else min(confidence, 0.5),
         text,
-        tuple(waiters),
+        tuple(culprits),
         node=node,
         since=float(graph.since[node]),
         alternatives=(Alternative("gpu_hardware_fault", 0.3), Alternative("network_blocked", 0.3)),
-        facts=context.device_facts(waiters[:MAX_SHOWN]),
+        facts=context.device_facts(culprits[:MAX_SHOWN]),
         collect=("the device's counters and the kernel log of its host", "its native stack (py-spy dump --native)"),
     )
 
@@ -97,12 +132,54 @@ def _others_have(count: int) -> str:
     return "another has" if count == 1 else f"{count} others have"
 
 
-def _started(context: DiagnosisContext, rows: slice, seq: int) -> set[int]:
-    """The members whose devices have started a collective; empty unless it is known of all members."""
+def _usually_needs_all(context: DiagnosisContext, communicator: int) -> bool:
+    """Whether calls of a communicator are known, and all of them need all members."""
+    calls = context.evidence.calls
+    own = context.pending.communicator[calls.membership] == communicator
+    known = [calls.by_signature.get(each) for each in np.unique(calls.signature[own]).tolist()]
+    return bool(known) and all(each is not None and needs_all_members(each.operation) for each in known)
+
+
+def _started(context: DiagnosisContext, rows: slice, seq: int) -> int:
+    """The number of members whose devices are known to have started a collective."""
+    started = context.evidence.communicators.started
+    return 0 if started is None else int((started[rows] >= seq).sum())
+
+
+def _not_started(context: DiagnosisContext, rows: slice, seq: int, waiters: Collection[int]) -> list[int]:
+    """The waiting members whose devices have certainly not started a collective that is the oldest in their queues, so
+    that they are kept by something else. Counts that are polled may lag; there it takes others that have started it."""
     members = context.evidence.communicators
-    if members.started is None or (members.started[rows] < 0).any():
-        return set()
-    return set(members.process[rows][members.started[rows] >= seq].tolist())
+    if members.started is None:
+        return []
+    started = members.started[rows]
+    if not _is_of_dumps(context) and ((started < 0).any() or not (started >= seq).any()):
+        return []
+    return [p for p in members.process[rows][(started >= 0) & (started < seq)].tolist() if p in waiters]
+
+
+def _may_have_stopped(context: DiagnosisContext, graph: WaitGraph, node: int) -> list[int]:
+    """The members that wait in a collective and whose devices may have stopped before it: they are not known to have
+    started it, nor to have ended anything that was issued later."""
+    if not graph.few_wait(node, _MAX_WAITERS):
+        return []
+    members, rows = context.evidence.communicators, context.members(int(graph.communicator[node]))
+    started = set[int]()
+    if members.started is not None:
+        started = set(members.process[rows][members.started[rows] >= graph.seq[node]].tolist())
+    return [each for each in graph.waiters(node) if each not in started and not context.note(each).device_moves]
+
+
+def _only_suspect(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
+    """A hypothesis about the only member of a collective whose device may have stopped; None if there are several, or
+    if none may have."""
+    waiters, suspects = graph.waiters(node), _may_have_stopped(context, graph, node)
+    if len(suspects) != 1 or len(waiters) < 2:
+        return None
+    text = (
+        "has issued {collective} and ended nothing since, while the devices of all other members have ended operations "
+    )
+    return _stuck_devices(context, graph, node, suspects, text + "that were issued later", 0.6)
 
 
 def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> list[Hypothesis]:
@@ -156,6 +233,9 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
                 else "GPU and link counters",
                 "native stacks of two members (py-spy dump --native)",
             ),
+            not_excluded=tuple(each for node in nodes for each in _may_have_stopped(context, graph, node))
+            if _is_of_dumps(context)
+            else (),
         )
     ]
 
@@ -199,5 +279,6 @@ def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: in
         alternatives=(Alternative("absent", 0.5), Alternative("in_flight", 0.2)),
         collect=(f"{missing} of {names}",),
         details=f"Nothing is known of {names}.",
+        not_excluded=(*suspects, *_may_have_stopped(context, graph, node)) if _is_of_dumps(context) else (),
         others=tuple(suspects),
     )

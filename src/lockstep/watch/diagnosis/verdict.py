@@ -115,6 +115,8 @@ class Verdict:
     fix: str = ""
     collect: tuple[str, ...] = ()
     """Further evidence worth collecting."""
+    not_excluded: tuple[int, ...] = ()
+    """Ranks of which the evidence cannot tell whether they are at fault."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
@@ -147,7 +149,7 @@ class Verdict:
             "explanation": self.explanation,
             "fix": self.fix,
             "collect": list(self.collect),
-        }
+        } | ({"not_excluded": list(self.not_excluded)} if self.not_excluded else {})
 
 
 def parse_verdict(data: Mapping[str, Any]) -> Verdict:
@@ -171,6 +173,7 @@ def parse_verdict(data: Mapping[str, Any]) -> Verdict:
             explanation=data.get("explanation", ""),
             fix=data.get("fix", ""),
             collect=tuple(data.get("collect", ())),
+            not_excluded=tuple(data.get("not_excluded", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a verdict: {error}") from error

@@ -57,6 +57,7 @@ def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
         explanation=_explanation(context, hypothesis, chain),
         fix=CLASS_FIXES.get(hypothesis.cause) or _KIND_FIXES.get(hypothesis.kind, ""),
         collect=hypothesis.collect,
+        not_excluded=tuple(sorted(info[p].rank for p in hypothesis.not_excluded if info[p].rank >= 0)),
     )
 
 
@@ -222,6 +223,8 @@ def _explanation(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple
         sentences.append(_chain_text(context, hypothesis, chain))
     if hypothesis.details:
         sentences.append(hypothesis.details)
+    if hypothesis.not_excluded:
+        sentences.append(f"Not excluded: {join_labels(context, hypothesis.not_excluded)}.")
     return " ".join(sentences)
 
 

@@ -6,16 +6,19 @@ counts it over all of its communicators.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
+    TRANSFER,
     UNKNOWN,
     CollectiveCall,
     Liveness,
     ProcessInfo,
+    ProcessNote,
 )
 from lockstep.watch.dumps.call_selection import MemberCalls, informative_calls
 from lockstep.watch.dumps.communicators import DumpedCommunicator, correct_counts, find_communicators
@@ -25,7 +28,7 @@ from lockstep.watch.dumps.dump_times import bound_times
 from lockstep.watch.dumps.member_rows import GroupRows, communicator_rows
 from lockstep.watch.dumps.missing_dumps import accuse_missing
 
-_TRANSFER = CollectiveCall("send/recv")
+_TRANSFER = CollectiveCall(TRANSFER)
 _TRANSFER_SIGNATURE = 1
 """Digests of calls are hardly ever this small."""
 
@@ -58,7 +61,10 @@ def build_dump_evidence(
     index = {rank: at for at, rank in enumerate(ranks)}
     return Evidence(
         at=at,
-        processes=_process_table(ranks, by_rank, communicators, seen_at),
+        processes=replace(
+            _process_table(ranks, by_rank, communicators, seen_at),
+            notes={index[row.rank]: ProcessNote(device_moves=True) for g in groups for row in g.rows if row.moves},
+        ),
         communicators=_membership_table(groups, index),
         calls=_call_table(communicators, groups, by_rank, call_texts),
         source="dumps",

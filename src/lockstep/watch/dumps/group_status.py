@@ -59,6 +59,8 @@ def apply_status(trace: RankTrace, status: Any) -> None:
     unmatched = by_number.keys() - {group.number for group in trace.groups}
     if len(without_number) == len(unmatched) == 1:
         without_number[0].number = unmatched.pop()
+    tables = [each for each in by_number.values() if isinstance(each, dict)]
+    trace.timed |= any(_parse_int(each.get("last_started_collective")) > 0 for each in tables)
     without_entries: list[tuple[CommunicatorTrace, int, int]] = []
     may_be_full = trace.only_active and trace.contiguous
     for group in trace.groups:
@@ -76,12 +78,27 @@ def apply_status(trace: RankTrace, status: Any) -> None:
                 trace.pending_lost |= trace.only_active
             continue
         without_entries.append((group, max(entered, 0), max(completed, 0)))
+    trace.pending_kept = trace.complete or all(
+        _holds_pending(group, by_number.get(group.number)) for group in trace.groups
+    )
     for group, entered, completed in without_entries:
         # No active entry means that all have ended, unless active entries may have been overwritten.
         ended = not trace.entries or (trace.only_active and not trace.pending_lost and not may_be_full)
         group.from_status, group.entered, group.completed = True, entered, entered if ended else completed
         if group.completed < group.entered:
             group.pending = PendingEntry()
+
+
+def _holds_pending(group: CommunicatorTrace, counters: Any) -> bool:
+    """Whether the counters of a communicator prove that all of its unfinished operations have an entry. They number
+    its collectives, or its sends, receives and batches; where it has both, they prove nothing."""
+    if not isinstance(counters, dict):
+        return group.number >= 0 and not group.sequence and not group.issued
+    entered, completed = (_parse_int(counters.get(f"last_{what}_collective")) for what in ("enqueued", "completed"))
+    if group.sequence and group.issued:
+        return False
+    first = group.first if group.sequence else group.first_transfer
+    return max(entered, 0) == max(completed, 0) or 0 <= first <= max(completed, 0) + 1
 
 
 def _recover_overwritten(group: CommunicatorTrace, completed: int) -> bool:

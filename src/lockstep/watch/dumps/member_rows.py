@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 from lockstep.watch.diagnosis.evidence_types import UNKNOWN, CommunicatorInfo
@@ -18,7 +18,7 @@ from lockstep.watch.dumps.operation_heads import (
     collective_position,
     match_transfers,
 )
-from lockstep.watch.dumps.traces import PendingEntry
+from lockstep.watch.dumps.traces import CommunicatorTrace, PendingEntry
 
 _PART = re.compile(r"(?P<way>recv|send) \d+(?:<-|->)(?P<peer>\d+)")
 
@@ -38,6 +38,10 @@ class MemberRow:
     uncertain: bool = False
     issued: int = UNKNOWN
     """The last operation that the host has issued."""
+    ended_unknown: bool = False
+    """True if the rank has no unfinished send here, and it is unknown whether it has ended that which is waited for."""
+    moves: bool = False
+    """True if the rank waits, and its device has ended an operation that was issued later."""
 
     @property
     def waits(self) -> bool:
@@ -55,26 +59,81 @@ class GroupRows:
 def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapping[int, RankDump]) -> list[GroupRows]:
     """The rows of all communicators, followed by those of the channels with unfinished sends or receives."""
     operations = _rank_operations(communicators, by_rank)
+    running = _proven_running(communicators, operations)
+    operations |= {rank: replace(operations[rank], running=each) for rank, each in running.items()}
     heads = {rank: each.heads for rank, each in operations.items()}
-    uncertain = {rank for rank, own in heads.items() if by_rank[rank].trace.pending_lost or _is_opaque(own)}
+    lost = _ranks_with_lost_operations(by_rank) - running.keys()
+    uncertain = lost | {rank for rank, own in heads.items() if _is_opaque(own)}
+    timed = _timed_ranks(by_rank)
+    waiting = {rank for rank, own in heads.items() if own}
     infos = name_communicators(communicators)
     found = []
     for number, (info, communicator) in enumerate(zip(infos, communicators, strict=True)):
-        rows = [_collective_row(communicator, number, rank, heads, by_rank) for rank in communicator.ranks]
+        rows = [_collective_row(communicator, number, rank, heads, by_rank, timed) for rank in communicator.ranks]
         found.append(GroupRows(info, rows))
     for (number, source, target), positions in match_transfers(operations).items():
         rows = []
         for rank in sorted((source, target)):
             row = MemberRow(rank)
             if rank in positions:
-                _place(row, positions[rank], by_rank[rank].trace.timed)
+                _place(row, positions[rank], rank in timed)
+                row.ended_unknown = rank == source and not positions[rank].known
             rows.append(row)
         info = infos[number]
         name = f"{info.name}, rank {source} to {target}"
         found.append(GroupRows(CommunicatorInfo(name, backend=info.backend), rows))
-    for row in (row for group in found for row in group.rows if row.rank in uncertain):
-        row.uncertain = True
+    for row in (row for group in found for row in group.rows if row.rank in by_rank):
+        own = heads[row.rank]
+        row.moves = row.waits and any(by_rank[row.rank].trace.newest_ended > head.order for head in own)
+        row.uncertain |= row.rank in uncertain
+        if row.started < row.entered and not by_rank[row.rank].trace.pending_kept:
+            row.started = UNKNOWN  # the oldest operation may be another one, and have started
+        row.uncertain |= row.rank in waiting and row.ended_unknown
     return found
+
+
+def _timed_ranks(by_rank: Mapping[int, RankDump]) -> set[int]:
+    """The ranks whose recorders note starts. A dump without any start or end does not show it; then those of the others
+    do, because the setting is that of the job."""
+    traces = {rank: dump.trace for rank, dump in by_rank.items()}
+    shown = {rank for rank, trace in traces.items() if trace.timed}
+    return {rank for rank, trace in traces.items() if shown and not trace.untimed} | shown
+
+
+def _ranks_with_lost_operations(by_rank: Mapping[int, RankDump]) -> set[int]:
+    """The ranks whose oldest unfinished operation may have been overwritten. A dump without any ended operation and
+    without the first one is one of all unfinished operations, or a full one that has lost the older ones; the counters
+    or the other dumps of the job show which."""
+    traces = {rank: dump.trace for rank, dump in by_rank.items() if dump.trace.entries}
+    is_full = not all(trace.only_active for trace in traces.values())
+    return {
+        rank for rank, trace in traces.items() if not trace.pending_kept
+        and (trace.pending_lost or (is_full and trace.only_active and trace.contiguous))
+    }  # fmt: skip
+
+
+def _proven_running(
+    communicators: Sequence[DumpedCommunicator], operations: Mapping[int, RankOperations]
+) -> dict[int, PendingOperation]:
+    """The operation that the device of a rank certainly runs, whatever else is unfinished: another member has completed
+    it, which none can before all run it."""
+    found: dict[int, PendingOperation] = {}
+    for number, communicator in enumerate(communicators):
+        groups = communicator.records.values()
+        if communicator.backend == "gloo" or any(group.issued or group.uncertain for group in groups):
+            continue
+        counts = [group.completed if _needs_all(groups) else group.certain for group in groups]
+        for rank, group in communicator.records.items():
+            if group.pending is not None and UNKNOWN < group.completed < max(counts):
+                own = (each for each in operations[rank].pending if each.communicator == number)
+                found.setdefault(rank, next(own))
+    return found
+
+
+def _needs_all(groups: Iterable[CommunicatorTrace]) -> bool:
+    """Whether all collectives of a communicator that the dumps hold need all members."""
+    known = [group for group in groups if group.sequence]
+    return bool(known) and all(group.needs_all for group in known)
 
 
 def _is_opaque(heads: Sequence[PendingOperation]) -> bool:
@@ -84,7 +143,7 @@ def _is_opaque(heads: Sequence[PendingOperation]) -> bool:
 
 def _collective_row(
     communicator: DumpedCommunicator, number: int, rank: int, heads: Mapping[int, Sequence[PendingOperation]],
-    by_rank: Mapping[int, RankDump],
+    by_rank: Mapping[int, RankDump], timed: Collection[int],
 ) -> MemberRow:  # fmt: skip
     group = communicator.records.get(rank)
     if group is None:
@@ -95,7 +154,7 @@ def _collective_row(
         member_list=crc32(group.members.encode()) if group.members else UNKNOWN, uncertain=group.uncertain,
     )  # fmt: skip
     if communicator.backend != "gloo" and group.entered != UNKNOWN:
-        _place(row, collective_position(heads[rank], number, group.entered, group.completed), by_rank[rank].trace.timed)
+        _place(row, collective_position(heads[rank], number, group.entered, group.completed), rank in timed)
         if not row.waits:
             row.entered_at = group.entered_at
     return row

@@ -18,7 +18,7 @@ def accuse_missing(groups: Sequence[GroupRows], missing: Sequence[int]) -> dict[
 
     A rank is accused only if two others wait at their heads in one collective that it alone can block, and if it waits
     for no rank itself, as far as the others show: each rank that it could wait for waits for it, directly or
-    indirectly.
+    indirectly, and it shares no communicator with other missing ranks that no dump lists.
     """
     without = set(missing)
     places: defaultdict[int, list[tuple[int, MemberRow]]] = defaultdict(list)
@@ -30,8 +30,9 @@ def accuse_missing(groups: Sequence[GroupRows], missing: Sequence[int]) -> dict[
         if blocker in without and waiters >= _MIN_WAITERS:
             blocked[blocker].append((waiters, group.info.name))
     found: dict[int, str] = {}
+    hidden = _may_share_hidden_groups(groups, missing)
     for rank in missing:
-        if rank in blocked and not _may_wait(groups, places, rank, without):
+        if rank in blocked and rank not in hidden and not _may_wait(groups, places, rank, without):
             waiters, name = max(blocked[rank], key=lambda each: each[0])
             found[rank] = (
                 f"no dump of rank {rank}, and {waiters} ranks wait on {name!r} for which nobody else can be late"
@@ -39,6 +40,17 @@ def accuse_missing(groups: Sequence[GroupRows], missing: Sequence[int]) -> dict[
     for at, row in (place for rank in found for place in places[rank]):
         row.entered = row.completed = _last_passed(groups[at])
     return found
+
+
+def _may_share_hidden_groups(groups: Sequence[GroupRows], missing: Sequence[int]) -> set[int]:
+    """The missing ranks that may be members of a communicator that no dump lists, and wait there for each other: of a
+    description and size whose listed communicators leave out at least as many missing ranks as it has members."""
+    listed: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+    for group in groups:
+        if group.info.description:
+            listed[group.info.description, len(group.rows)].update(row.rank for row in group.rows)
+    left_out = {kind: set(missing) - ranks for kind, ranks in listed.items()}
+    return set().union(*(ranks for (_, size), ranks in left_out.items() if len(ranks) >= size))
 
 
 def _sole_blocker(group: GroupRows) -> tuple[int, int]:
@@ -58,8 +70,13 @@ def _last_passed(group: GroupRows) -> int:
 
 def _may_wait(groups: Sequence[GroupRows], places: _Places, rank: int, missing: set[int]) -> bool:
     """Whether the rank may wait for another one: one on a common communicator that does not wait for `rank`."""
-    peers = {row.rank for at, _ in places[rank] for row in groups[at].rows}
-    return bool(peers - _dependents(groups, places, rank) - missing)
+    peers: set[int] = set()
+    for at, _ in places[rank]:
+        rows = groups[at].rows
+        # It may wait for another missing rank where others wait that either of them can block.
+        both = any(row.waits for row in rows)
+        peers.update(row.rank for row in rows if both or row.rank not in missing)
+    return bool(peers - _dependents(groups, places, rank))
 
 
 def _dependents(groups: Sequence[GroupRows], places: _Places, rank: int) -> set[int]:

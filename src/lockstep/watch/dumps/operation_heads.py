@@ -44,10 +44,14 @@ class RankOperations:
     pending: Sequence[PendingOperation] = ()
     issued: Mapping[Channel, int] | None = None
     """The number of sends and receives since the start; None if unknown."""
+    running: PendingOperation | None = None
+    """An operation that the device certainly runs, even if it is not known to be the oldest."""
 
     @cached_property
     def heads(self) -> list[PendingOperation]:
         """The oldest operations: one, or several if it is unknown which is the oldest; empty if all have ended."""
+        if self.running is not None:
+            return [self.running]
         oldest = min((each.order for each in self.pending), default=0)
         return [each for each in self.pending if each.order == oldest]
 
@@ -61,6 +65,8 @@ class Position:
     completed: int
     since: float = float("nan")
     started: bool = False
+    known: bool = True
+    """False if no operation is pending and the number of ended ones is unknown."""
 
 
 @dataclass(slots=True)
@@ -98,7 +104,8 @@ def match_transfers(ranks: Mapping[int, RankOperations]) -> dict[Channel, dict[i
             done = count - side.pending if numbered and count is not None else 0
             entered = done + side.at_head
             completed = entered - 1 if side.at_head else done
-            found[channel][rank] = Position(entered, completed, side.since, side.started)
+            known = numbered or side.pending > 0
+            found[channel][rank] = Position(entered, completed, side.since, side.started, known)
     return found
 
 

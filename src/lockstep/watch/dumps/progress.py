@@ -7,7 +7,7 @@ entry has ended and the entry was left out or overwritten, or it has not been st
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from itertools import compress
+from itertools import compress, pairwise
 from operator import itemgetter, not_
 from typing import Any
 
@@ -54,11 +54,24 @@ def has_started(entry: Mapping[str, Any]) -> bool:
 def describe_recorder(trace: RankTrace, entries: Entries) -> None:
     """Fills in what the entries show about the recorder: whether it leaves out completed ones and notes starts,
     and the time-out of unfinished operations."""
-    open_entries = [entry for entry, ended in zip(entries, has_ended(entries), strict=True) if not ended]
+    ended = has_ended(entries)
+    open_entries = list(compress(entries, map(not_, ended)))
     trace.only_active = len(open_entries) == len(entries) and not _is_of_gloo(entries)
     trace.timed = any(entry.get("time_discovered_started_ns") for entry in entries)
+    trace.untimed = not trace.timed and any(ended)
+    trace.newest_ended = max(_newest_left_out(entries), max(map(order_of, compress(entries, ended)), default=-1))
     timeouts = [each for entry in open_entries if type(each := entry.get("timeout_ms")) is int and each > 0]
     trace.timeout_s = max(timeouts, default=float("nan")) / 1000
+
+
+def _newest_left_out(entries: Entries) -> int:
+    """The position of the newest operation between the entries that has none, because it has ended and the dump holds
+    unfinished ones only; -1 if there is none."""
+    numbers = [entry.get("record_id") for entry in entries]
+    gaps = (
+        after - 1 for before, after in pairwise(numbers) if type(before) is type(after) is int and after - before > 1
+    )
+    return max(gaps, default=-1)
 
 
 def split_off_transfers(group: CommunicatorTrace, entries: Entries, complete: bool) -> list[dict[str, Any]]:
@@ -70,6 +83,7 @@ def split_off_transfers(group: CommunicatorTrace, entries: Entries, complete: bo
     transfers = [entry for entry in entries if entry["is_p2p"]]
     others = [entry for entry in entries if not entry["is_p2p"]]
     group.issued = dict(Counter(map(operation_of, transfers)))
+    group.first_transfer = min(_key(entry)[1] for entry in transfers)
     batches: dict[_BatchKey, list[dict[str, Any]]] = {}
     for entry in transfers:
         batches.setdefault(_key(entry), []).append(entry)
@@ -135,6 +149,7 @@ def _batched_keys(
 def record_progress(group: CommunicatorTrace, entries: Entries, sequences: Sequence[int]) -> None:
     """Records the rank's progress from its collectives."""
     newest, gloo, ended = entries[-1], group.backend == "gloo", has_ended(entries)
+    group.needs_all = all(map(needs_all_members, set(map(operation_of, entries))))
     group.first, group.entered, group.entered_at = sequences[0], max(sequences), newest["time_created_ns"] / 1e9
     group.ended = max(compress(sequences, ended), default=-1)
     group.completed = group.ended if group.ended >= 0 else group.first - 1

@@ -43,10 +43,14 @@ class CommunicatorTrace:
     it."""
     first: int = -1
     """The oldest collective in the dump."""
+    needs_all: bool = False
+    """True if no collective in the dump can be completed by a member before all have entered it."""
     pending: PendingEntry | None = None
     """The oldest collective that has not ended; None if all have."""
     transfers: list[PendingEntry] = field(default_factory=list)
     """Sends and receives that have not ended, oldest first; those of a batch are one entry."""
+    first_transfer: int = -1
+    """The lowest number (`p2p_seq_id`) of the sends, receives and batches in the dump."""
     issued: dict[str, int] = field(default_factory=dict)
     """The number of sends and receives in the dump, ended ones included, by text: `recv 1<-0`."""
     from_status: bool = False
@@ -92,11 +96,17 @@ class RankTrace:
     """True if completed entries are left out."""
     pending_lost: bool = False
     """True if unfinished operations may have been overwritten, so that the oldest one is unknown."""
+    pending_kept: bool = False
+    """True if the counters of the communicators prove that the dump holds all unfinished operations."""
     contiguous: bool = False
     """True if the dump holds every entry since its first, which is not the first of the process: older ones may have
     been overwritten."""
     timed: bool = False
     """True if the recorder notes when an operation starts on the device."""
+    untimed: bool = False
+    """True if it does not: an operation has ended without a start."""
+    newest_ended: int = -1
+    """The position of the newest operation that has ended, among all of the process; -1 if none is known."""
     timeout_s: float = float("nan")
     """The longest time-out of the operations that have not ended; NaN if unknown."""
     notes: list[str] = field(default_factory=list)
