@@ -117,7 +117,7 @@ class ReportBuilder:
 def _pack_process_state(process: ProcessState, now: int) -> bytes:
     code = None if process.exit_code == NO_EXIT_CODE else process.exit_code
     return pack_process(
-        process.liveness, code, _age_s(process.ended_ns, now), _age_s(process.progress_ns, now),
+        process.liveness, code, _age_s(process.ended_ns, now), _age_s(max(process.progress_ns, process.moved_ns), now),
         _age_s(process.active_ns, now), _age_s(process.same_stack_ns, now),
     )  # fmt: skip
 
