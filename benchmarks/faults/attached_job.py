@@ -1,7 +1,7 @@
 """A training job without Lockstep, some ranks of which fail: `torchrun attached_job.py LOOP FAULT CULPRITS FOLDER`.
 
-Every rank trains until a file `go` appears in FOLDER. In the step after that, or when they would join for
-`never joins`, the CULPRITS (comma-separated ranks) do what FAULT says.
+Every rank trains until a file `go` appears in FOLDER. In the step after that, or at once for `never joins`, the CULPRITS
+(comma-separated ranks) do what FAULT says.
 """
 
 import os
@@ -84,7 +84,7 @@ def fail(fault: str, folder: Path) -> None:
             os.mkfifo(folder / "fifo")
             (folder / "fifo").read_bytes()
         case "hung compiler":
-            _compile(folder, _program(folder, "c++", f"#!/bin/sh\nexec sleep {FOREVER_S:.0f}\n"))
+            _build(folder, _program(folder, "c++", f"#!/bin/sh\nexec sleep {FOREVER_S:.0f}\n"))
         case "hung import":
             (folder / "waits_forever.py").write_text(f"import time\ntime.sleep({FOREVER_S})\n")
             sys.path.insert(0, str(folder))
@@ -107,9 +107,9 @@ def fail(fault: str, folder: Path) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), used + (64 << 20)))
             torch.zeros(1 << 28)
         case "compiles":
-            _compile(folder, "g++")
+            _compile(folder)
         case "builds":
-            _build(folder)
+            _build(folder, "g++")
         case _:
             from benchmarks.soak.activities import ACTS
 
@@ -123,9 +123,9 @@ def _program(folder: Path, name: str, text: str) -> str:
     return str(path)
 
 
-def _compile(folder: Path, compiler: str) -> None:
+def _compile(folder: Path) -> None:
     """Compiles models with `torch.compile`, in this process and its compiler's processes."""
-    os.environ["CXX"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiler, str(folder / "inductor")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     end = time.monotonic() + HEALTHY_S
     for layers in range(4, 40, 4):
         parts = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(layers)]
@@ -134,13 +134,13 @@ def _compile(folder: Path, compiler: str) -> None:
             break
 
 
-def _build(folder: Path) -> None:
+def _build(folder: Path, compiler: str) -> None:
     """Builds an extension: the main thread waits in one line for a compiler that works for tens of seconds."""
     source = folder / "kernels.cpp"
     source.write_text("".join(FUNCTION.format(number, number + 3, number % 7 + 1) for number in range(FUNCTIONS)))
     end = time.monotonic() + HEALTHY_S
     while time.monotonic() < end:
-        subprocess.run(["g++", "-O3", "-c", str(source), "-o", str(folder / "kernels.o")], check=True)
+        subprocess.run([compiler, "-O3", "-c", str(source), "-o", str(folder / "kernels.o")], check=True)
 
 
 def rows(loop: str, fault: str, folder: Path, rank: int) -> Iterator[torch.Tensor]:
@@ -184,8 +184,6 @@ def main() -> None:
     mine = fault if rank in culprits else ""
     _write(folder, f"pid-{rank}", str(os.getpid()))
     if mine == "never joins":
-        while not (folder / "go").exists():
-            time.sleep(STEP_S)
         strike(folder, rank)
         fail(mine, folder)
     elif fault == "never joins":

@@ -38,7 +38,6 @@ def test_a_rank_whose_compiler_works_is_not_confirmed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rank_whose_compiler_hangs_is_confirmed(tmp_path: Path) -> None:
-    """`torch.compile` waits for a compiler that sleeps."""
     code, _, errors = finish(watch(tmp_path, *job(tmp_path, "hung compiler"), options=OPTIONS))
     assert code == STALL_EXIT_CODE, errors
     (file,) = (tmp_path / "incidents").glob("*/verdict.json")
