@@ -1,7 +1,7 @@
 """A training job without Lockstep, some ranks of which fail: `torchrun attached_job.py LOOP FAULT CULPRITS FOLDER`.
 
-Every rank trains until a file `go` appears in FOLDER. In the step after that, or at once for `never joins`, the CULPRITS
-(comma-separated ranks) do what FAULT says.
+Every rank trains until a file `go` appears in FOLDER. In the step after that, or at once for `never joins`, the
+CULPRITS (comma-separated ranks) do what FAULT says.
 """
 
 import os
