@@ -92,6 +92,7 @@ def test_the_exit_code_is_the_commands(tmp_path: Path, command: str, code: int) 
 def test_the_first_rank_to_fail_is_named_at_the_end(tmp_path: Path, fault: str, how: str) -> None:
     """Its peers fail within milliseconds, or their launcher ends them, before anybody has waited."""
     job = ROOT / "benchmarks" / "faults" / "attached_job.py"
+    (tmp_path / "go").touch()
     code, _, errors = finish(watch(tmp_path, *torchrun(str(job), "plain", fault, "1", str(tmp_path), ranks=3)))
     assert code not in (0, STALL_EXIT_CODE)
     confirmed = [line for line in errors.splitlines() if "lockstep watch: confirmed" in line]

@@ -79,6 +79,9 @@ class ProcessState:
     """When the process or a child last used noticeable CPU time or transferred a noticeable number of bytes."""
     same_stack_ns: int = 0
     """Since when all sampled stacks of the main thread have been equal."""
+    moved_ns: int = 0
+    """When the process or a child last transferred data or touched new memory as it worked: compilation, imports and
+    I/O are progress that advances no counter."""
     threads: tuple[py_spy.SampledThread, ...] = ()
     """The latest sampled stacks."""
     stack_ns: int = 0
@@ -134,7 +137,8 @@ class ProcessState:
         """Whether only native frames can show if the process computes or waits for a device: it uses a core in one line
         for longer than `after_s`. True once for each such line, because sampling stops the process for a moment."""
         spins = self.active_ns > self.same_stack_ns > 0 and not self.waits_for_device
-        return spins and self.native_ns < self.same_stack_ns and self.stack_ns - self.same_stack_ns > after_s * 1e9
+        since_ns = max(self.same_stack_ns, self.moved_ns)
+        return spins and self.native_ns < self.same_stack_ns and self.stack_ns - since_ns > after_s * 1e9
 
 
 @dataclass
@@ -325,6 +329,8 @@ class ProcessMonitor:
             process.activity.skip(usage, now)
         elif process.activity.sample(usage, now, self._host, closer=not process.idle) or self._late:
             process.active_ns = now
+        if process.activity.moves and not process.waits_for_device:  # then other threads' work proves nothing
+            process.moved_ns = now
         process.usage = usage
         return True
 

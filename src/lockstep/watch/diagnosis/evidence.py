@@ -36,7 +36,8 @@ class ProcessTable:
     ended_at: FloatArray
     """When the process ended or was stopped."""
     progressed_at: FloatArray
-    """When a counter or the stage last changed."""
+    """When a counter or the stage last changed, or the process or a child of it last transferred data or touched new
+    memory as it worked."""
     active_at: FloatArray
     """When the process last made notable use of the CPU, a disk, a network or a GPU."""
     same_stack_since: FloatArray

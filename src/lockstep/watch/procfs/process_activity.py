@@ -3,8 +3,11 @@
 Cheap counters are sampled first: CPU time and bytes of the process itself. If they do not grow, a closer look includes
 the descendants: their CPU time and bytes; bytes over TCP sockets (by netlink, sock_diag(7) with INET_DIAG, as `ss -ti`
 does, because Linux counts network bytes by socket, not by process); whether a thread waits for a core (a starved
-process uses no CPU time); and whether one is in an uninterruptible wait while disks transfer data (a long fsync, page
-faults).
+process uses no CPU time); and whether one is in an uninterruptible wait while disks or network file systems transfer
+data (a long fsync, page faults).
+
+CPU time shows activity, but not that it leads anywhere: a busy loop uses as much as a compiler. A process moves if, as
+it works, it or a descendant transfers data or touches new memory, as compilers and imports do and busy loops do not.
 """
 
 import contextlib
@@ -109,8 +112,11 @@ that polls ten times a second, on a core with five busy loops, reaches 0.2."""
 SAMPLE_S = 0.5
 """The usual time between two samples. If a sample is late, short work in between still counts as activity."""
 DISK_WAIT_SAMPLES = 2
-"""A process with a thread in an uninterruptible wait in this many consecutive samples, while disks transfer data, is
-active."""
+"""A process with a thread in an uninterruptible wait in this many consecutive samples, while disks or network file
+systems transfer data, is active."""
+NEW_PAGES = 100
+"""A process that works and touches more new pages of memory per second moves. A compiler of C++ touches a thousand, a
+busy loop none, a loop with a background thread that logs a few."""
 
 
 @dataclass(slots=True)
@@ -118,6 +124,7 @@ class HostCounters:
     """Counters of the whole host, read at most once per sample and only when needed."""
 
     _disks: int | None = None
+    _network_files: int | None = None
     _sockets: dict[int, int] | None = None
 
     def disks(self) -> int:
@@ -125,6 +132,12 @@ class HostCounters:
         if self._disks is None:
             self._disks = processes.disk_bytes()
         return self._disks
+
+    def network_files(self) -> int:
+        """Bytes that network file systems have transferred, in requests that are answered."""
+        if self._network_files is None:
+            self._network_files = processes.network_file_bytes()
+        return self._network_files
 
     def sockets(self) -> dict[int, int]:
         """Transferred bytes of TCP sockets, by inode."""
@@ -138,12 +151,15 @@ class ProcessActivity:
     """The activity of one process. Each counter has its value from the last sample that read it."""
 
     pid: int
+    moves: bool = False
+    """Whether, in the last sample, the process or a descendant transferred data or touched new memory as it worked."""
     _own: ProcessUsage | None = None
     _own_ns: int = 0
     _below: dict[int, ProcessUsage] = field(default_factory=dict)
     _sent: dict[int, int] = field(default_factory=dict)
     _runnable_ns: dict[int, int] = field(default_factory=dict)
     _disks: int = 0
+    _network_files: int = 0
     _closer_ns: int = 0
     """When the last closer look was; 0 if there is none to compare with."""
     _runnable: int = 0
@@ -151,15 +167,19 @@ class ProcessActivity:
 
     def skip(self, usage: ProcessUsage, now: int) -> None:
         """Stores the usage of a process that makes progress, whose activity need not be determined."""
-        self._own, self._own_ns, self._closer_ns = usage, now, 0
+        self._own, self._own_ns, self._closer_ns, self.moves = usage, now, 0, False
 
     def sample(self, usage: ProcessUsage, now: int, host: HostCounters, closer: bool = True) -> bool:
         """Returns whether the process was active since the last sample; True for the first sample. Without `closer`,
         descendants and single threads are not checked."""
         before, since, self._own, self._own_ns = self._own, self._own_ns, usage, now
-        active = before is None or _is_busy(before, usage, (now - since) / 1e9)
+        seconds = (now - since) / 1e9
+        transfers = before is not None and _transferred(before, usage) > ACTIVE_BYTES * seconds
+        active = before is None or transfers or usage.cpu_s - before.cpu_s > BUSY_CPU_SHARE * seconds + TICK_S
         if active or not closer:
             self._closer_ns = 0
+            new_pages = before is not None and usage.faults - before.faults > NEW_PAGES * seconds
+            self.moves = active and (transfers or new_pages)
             return active
         return self._look_closer(now, host)
 
@@ -177,29 +197,34 @@ class ProcessActivity:
             int(tid): processes.runnable_ns(pid, tid) for pid in (self.pid, *below) for tid in processes.thread_ids(pid)
         }
         disks = host.disks() if in_disk else self._disks
+        network_files = host.network_files() if in_disk else self._network_files
         seconds = (now - self._closer_ns) / 1e9 if self._closer_ns else 0.0
         self._runnable = self._runnable + 1 if runnable else 0
         self._in_disk = self._in_disk + 1 if in_disk else 0
-        found = self._runnable >= RUNNABLE_SAMPLES
+        works, transfers, new_pages = self._runnable >= RUNNABLE_SAMPLES, False, False
         if seconds:
-            found |= sum(_increases(self._below, below, lambda used: used.cpu_s)) > BUSY_CPU_SHARE * seconds + TICK_S
-            found |= sum(_increases(self._below, below, lambda used: used.total_bytes or 0)) > ACTIVE_BYTES * seconds
-            found |= (
+            works |= sum(_increases(self._below, below, lambda used: used.cpu_s)) > BUSY_CPU_SHARE * seconds + TICK_S
+            works |= (
                 max(_increases(self._runnable_ns, runnable_ns, float), default=0.0)
                 > RUNNABLE_SHARE * min(seconds, SAMPLE_S) * 1e9
             )
-            found |= max(_increases(self._sent, sent, float), default=0.0) > ACTIVE_SOCKET_BYTES * seconds
-            found |= self._in_disk >= DISK_WAIT_SAMPLES and disks - self._disks > ACTIVE_BYTES * seconds
-        self._below, self._sent, self._runnable_ns, self._disks, self._closer_ns = below, sent, runnable_ns, disks, now
-        return found
+            new_pages = sum(_increases(self._below, below, lambda used: used.faults)) > NEW_PAGES * seconds
+            transfers = sum(_increases(self._below, below, lambda used: used.total_bytes or 0)) > ACTIVE_BYTES * seconds
+            transfers |= max(_increases(self._sent, sent, float), default=0.0) > ACTIVE_SOCKET_BYTES * seconds
+            if self._in_disk >= DISK_WAIT_SAMPLES:
+                transfers |= disks - self._disks > ACTIVE_BYTES * seconds
+                transfers |= network_files - self._network_files > ACTIVE_SOCKET_BYTES * seconds
+        self._below, self._sent, self._runnable_ns, self._closer_ns = below, sent, runnable_ns, now
+        self._disks, self._network_files = disks, network_files
+        self.moves = transfers or (works and new_pages)
+        return works or transfers
 
 
-def _is_busy(before: ProcessUsage, now: ProcessUsage, seconds: float) -> bool:
-    if now.cpu_s - before.cpu_s > BUSY_CPU_SHARE * seconds + TICK_S:
-        return True
+def _transferred(before: ProcessUsage, now: ProcessUsage) -> int:
+    """Bytes transferred between two samples; 0 if they are not counted."""
     if before.total_bytes is None or now.total_bytes is None:
-        return False
-    return now.total_bytes - before.total_bytes > ACTIVE_BYTES * seconds
+        return 0
+    return now.total_bytes - before.total_bytes
 
 
 def _increases(before: dict[int, T], now: dict[int, T], value: Callable[[T], float]) -> list[float]:

@@ -167,6 +167,8 @@ class ProcessUsage:
     """The state letter in /proc."""
     cpu_s: float
     """User and system time of all threads of the process, and of the children that it has reaped."""
+    faults: int = 0
+    """Page faults of the process and of the children that it has reaped: pages of memory that it has touched anew."""
     read: int | None = None
     """Bytes read from anywhere, page cache and pipes included; None when not requested or not reported by the
     kernel."""
@@ -192,7 +194,8 @@ def process_usage(pid: int, start: int | None = None, with_bytes: bool = False) 
         return None
     read, written, stored = _io_bytes(pid) if with_bytes else (None, None, None)
     ran, _ = _schedstat(f"/proc/{pid}") if facts[0] in "Tt" else (0, 0)
-    return ProcessUsage(facts[0], _cpu_s(facts), read, written, stored, ran)
+    faults = sum(map(int, facts[7:11]))
+    return ProcessUsage(facts[0], _cpu_s(facts), faults, read, written, stored, ran)
 
 
 def thread_ids(pid: int) -> list[str]:
@@ -257,6 +260,27 @@ def disk_bytes() -> int:
     """Bytes that all block devices of this host have read and written so far; those of partitions count twice."""
     lines = [line.split() for line in (_read_proc("/proc/diskstats", 1 << 18) or "").splitlines()]
     return 512 * sum(int(words[5]) + int(words[9]) for words in lines if len(words) > 9)
+
+
+def network_file_bytes() -> int:
+    """Bytes of all requests to network file systems (NFS) that their servers have answered so far."""
+    return answered_bytes(_read_proc("/proc/self/mountstats", 1 << 20) or "")
+
+
+def answered_bytes(mountstats: str) -> int:
+    """Bytes sent and received in the answered requests of all mounts, reads, writes and look-ups of names included,
+    according to the text of /proc/PID/mountstats (net/sunrpc/stats.c: `OPERATION: requests transmissions timeouts sent
+    received ...`)."""
+    found, counts = 0, False
+    for line in mountstats.splitlines():
+        words = line.split()
+        if line.startswith("device "):
+            counts = False
+        elif counts and len(words) > 5 and words[0].endswith(":"):
+            found += int(words[4]) + int(words[5])
+        else:
+            counts |= words == ["per-op", "statistics"]
+    return found
 
 
 def _cpu_s(facts: list[str]) -> float:

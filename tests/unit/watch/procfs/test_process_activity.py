@@ -75,6 +75,39 @@ def test_work_is_activity(kind: str) -> None:
             os.killpg(child.pid, 9)
 
 
+CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
+ALLOCATES = "import mmap\nwhile True: mmap.mmap(-1, 1 << 20).write(bytes(1 << 20))"
+LOOPS = {
+    "computes": ("while True: pass", False),
+    "matches": ("import re; re.match('(a+)+$', 'a' * 60 + 'b')", False),
+    "a child computes": (CHILD.format("while True: pass"), False),
+    "allocates": (ALLOCATES, True),
+    "a child allocates": (CHILD.format(ALLOCATES), True),
+    "children end": (WORK["in children that end"], True),
+    "reads": (WORK["reads"], True),
+    "a child reads": (WORK["a child reads"], True),
+    "sleeps": ("import time; time.sleep(600)", False),
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_only_work_that_transfers_data_or_touches_new_memory_moves(kind: str) -> None:
+    code, moves = LOOPS[kind]
+    with running(f"import os; os.setpgid(0, 0)\n{code}") as child:
+        try:
+            time.sleep(2.0)  # until the interpreter of a child has started
+            activity, found = ProcessActivity(child.pid), []
+            for _ in range(12):
+                usage = processes.process_usage(child.pid, with_bytes=True)
+                assert usage is not None
+                activity.sample(usage, time.monotonic_ns(), HostCounters())
+                found.append(activity.moves)
+                time.sleep(0.3)
+        finally:
+            os.killpg(child.pid, 9)
+    assert any(found[2:]) is moves, found
+
+
 def test_receiving_a_streamed_answer_is_activity() -> None:
     """128 bytes twenty times a second need hardly any CPU time, and Linux counts them for no process."""
     server = socket.create_server(("127.0.0.1", 0))
@@ -152,7 +185,7 @@ def test_a_stuck_process_is_inactive_on_a_loaded_machine() -> None:
     assert sum(found) <= 2, found
 
 
-def test_an_uninterruptible_wait_is_activity_while_disks_transfer_data(tmp_path: Path) -> None:
+def test_an_uninterruptible_wait_is_activity_while_file_systems_transfer_data(tmp_path: Path) -> None:
     """posix_spawn waits uninterruptibly until the child runs its program; this child waits for a writer first."""
     os.mkfifo(tmp_path / "fifo")
     code = "import os, sys; os.posix_spawn('/bin/true', ['true'], {}, "
@@ -163,17 +196,19 @@ def test_an_uninterruptible_wait_is_activity_while_disks_transfer_data(tmp_path:
             assert time.monotonic() < end
             time.sleep(0.01)
 
-        def disk_samples(disk_bytes: Callable[[int], int]) -> list[bool]:
+        def disk_samples(counters: Callable[[int], HostCounters]) -> list[bool]:
             activity, found = ProcessActivity(child.pid), []
             for number in range(DISK_WAIT_SAMPLES + 4):
                 usage = processes.process_usage(child.pid, with_bytes=True)
                 assert usage is not None
-                found.append(activity.sample(usage, 10**9 * (1 + number), HostCounters(disk_bytes(number))))
+                found.append(activity.sample(usage, 10**9 * (1 + number), counters(number)))
+                assert activity.moves <= found[-1]
             return found[-2:]
 
         try:
-            assert disk_samples(lambda number: number << 20) == [True, True]
-            assert disk_samples(lambda number: 7 << 20) == [False, False]
+            assert disk_samples(lambda number: HostCounters(number << 20, 0)) == [True, True]
+            assert disk_samples(lambda number: HostCounters(7 << 20, number << 11)) == [True, True]
+            assert disk_samples(lambda number: HostCounters(7 << 20, 7 << 20)) == [False, False]
         finally:
             with (tmp_path / "fifo").open("wb"):
                 pass
