@@ -173,6 +173,7 @@ def test_results_depend_on_neither_ranks_nor_rows(
         assert found == pytest.approx(expected, rel=5e-5, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_the_reference_has_processes_of_its_own(home: Path) -> None:
     alone = train(home, settings(home, "online_dpo", "with-policy"))
     apart = train(home, settings(home, "online_dpo", "apart", reference={"ranks": 1}))
@@ -239,6 +240,7 @@ def start(home: Path, tmp_path: Path, recipe: str, hold: dict[str, Any], **chang
     return Launched.start(tmp_path / "runs/run", str(write(tmp_path, values)), hold=hold)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_processes_and_then_the_run_are_killed(home: Path, whole: dict[str, Path], tmp_path: Path, recipe: str) -> None:
     """The whole run is killed while it trains the step after a checkpoint."""

@@ -173,6 +173,7 @@ def test_results_depend_on_neither_ranks_nor_rows(home: Path, other: str) -> Non
             assert [row[name] for row in rows] == pytest.approx([row[name] for row in alone], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_a_reference_of_its_own_and_an_adapter_give_the_same(home: Path) -> None:
     inside = metric_rows(train(home, settings(home, "inside")))
     apart = metric_rows(train(home, settings(home, "apart", reference={"threads": 1})))
@@ -217,6 +218,7 @@ def test_a_moving_reference_survives_a_kill(home: Path, tmp_path: Path) -> None:
     assert untimed_rows(tmp_path / "runs/killed") == untimed_rows(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", ["logprobs", *(pytest.param(each, marks=pytest.mark.slow) for each in ("train", "checkpoint"))]
 )

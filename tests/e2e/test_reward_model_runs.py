@@ -220,6 +220,7 @@ def test_eval_refuses_what_a_reward_model_cannot_do(home: Path, arguments: list[
     assert done.exit_code == 2 and problem in " ".join(done.output.split()), done.output
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_with_its_head(home: Path) -> None:
     adapter = {"path": str(home / "scorer"), "adapter": {"kind": "lora", "r": 4}}
     run = train(home, settings(home, "adapter", model=adapter, trainer={"ranks": 2}))
@@ -254,6 +255,7 @@ def test_a_score_that_is_not_finite_ends_the_run_with_the_same_error(home: Path,
     assert f"resume with: lockstep train --resume {home}/runs/nan-{budget}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", ["train", *(pytest.param(each, marks=pytest.mark.slow) for each in ("pack", "scores", "checkpoint"))]
 )
