@@ -430,7 +430,9 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(
-    "modes", [("raise", "hang"), pytest.param(("short", "nan"), marks=pytest.mark.slow)], ids=" and ".join
+    "modes",
+    [("raise",), *(pytest.param(each, marks=pytest.mark.slow) for each in (("raise", "hang"), ("short", "nan")))],
+    ids=" and ".join,
 )
 def test_a_failing_reward_function_is_named_and_the_run_resumes_once_it_is_fixed(
     folder: Path, modes: tuple[str, ...]

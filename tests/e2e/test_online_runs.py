@@ -152,7 +152,7 @@ def test_four_steps_follow_a_plain_loop(home: Path, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "ranks", "budget", "packing"),
     [
-        ("online_dpo", 2, 256, "auto"),
+        pytest.param("online_dpo", 2, 256, "auto", marks=pytest.mark.slow),
         ("online_dpo", 2, 8, "auto"),
         pytest.param("online_dpo", 1, 256, "single", marks=pytest.mark.slow),
         ("rejection_sampling", 2, 16, "auto"),
@@ -180,7 +180,7 @@ def test_the_reference_has_processes_of_its_own(home: Path) -> None:
     assert learned(apart) == learned(alone)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [pytest.param("online_dpo", marks=pytest.mark.slow), "rejection_sampling"])
 def test_a_step_from_which_nothing_is_learned_changes_nothing(home: Path, recipe: str) -> None:
     """Neither weights nor the optimizer: with momentum, a gradient of zero would not do."""
     reward = {"terms": [{"kind": "regex", "pattern": "(?s).*"}]}
@@ -193,7 +193,7 @@ def test_a_step_from_which_nothing_is_learned_changes_nothing(home: Path, recipe
         assert row["reward/mean"] == 1.0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["online_dpo", pytest.param("rejection_sampling", marks=pytest.mark.slow)])
 def test_conversations_that_are_sampled_ahead(home: Path, recipe: str) -> None:
     """What the environment writes is not learned. Steps are generated while the one before is trained."""
     values = settings(home, recipe, f"turns-{recipe}", 2, group_size=4, minibatch_size=None, epochs=1, steps=3)

@@ -183,7 +183,10 @@ def alone(home: Path) -> Path:
     return train(home, settings(home, "alone", **VAPO))
 
 
-@pytest.mark.parametrize(("vapo", "minibatch"), [(False, MINIBATCH), (True, MINIBATCH), (False, PROMPTS * GROUP)])
+@pytest.mark.parametrize(
+    ("vapo", "minibatch"),
+    [pytest.param(False, MINIBATCH, marks=pytest.mark.slow), (True, MINIBATCH), (False, PROMPTS * GROUP)],
+)
 def test_four_steps_follow_a_plain_loop(home: Path, alone: Path, vapo: bool, minibatch: int) -> None:
     """With `vapo`, the critic has a lambda of its own, each completion one by its length, and those that were cut off
     count the value after their last token. With one mini-batch in a step, the critic's first update of the step

@@ -96,7 +96,7 @@ class PlainLoop:
         return torch.stack(terms).mean() - (torch.cat(learned).mean() if name == "orpo" else 0.0)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "simpo", "orpo"])
+@pytest.mark.parametrize("name", ["sigmoid", pytest.param("simpo", marks=pytest.mark.slow), "orpo"])
 def test_four_steps_follow_a_plain_loop(home: Path, name: str) -> None:
     expected = PlainLoop(home).losses(name)
     run = train(home, settings(home, f"plain-{name}", loss={"type": name}))
@@ -160,7 +160,7 @@ def test_the_prompts_of_pairs_can_be_completed_and_the_card_names_dpo(home: Path
     assert "| pairs or labelled completions per step | 6 |" in card.stdout and str(home) not in card.stdout
 
 
-@pytest.mark.parametrize("other", ["aot", "ipo"])
+@pytest.mark.parametrize("other", ["aot", pytest.param("ipo", marks=pytest.mark.slow)])
 def test_results_depend_on_neither_ranks_nor_rows(home: Path, other: str) -> None:
     """Also those of a loss that compares completions of other pairs, which takes two passes; without it, rows of 16
     tokens take two and others one."""

@@ -25,6 +25,15 @@ from lockstep.ledger.ledger import Ledger
 
 
 @pytest.mark.timeout(600)
+def test_grpo_killed_while_it_trains_and_while_it_exports(reference: References, tmp_path: Path) -> None:
+    interrupted, chance = InterruptedRun(reference("grpo"), tmp_path, "grpo"), seeded_random("chain", "grpo")
+    interrupted.kill("train", 4, chance.random())
+    interrupted.kill("export", None, chance.random())
+    interrupted.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_grpo_killed_in_one_stage_after_the_other(reference: References, tmp_path: Path) -> None:
     interrupted, chance = InterruptedRun(reference("grpo"), tmp_path, "grpo"), seeded_random("chain", "grpo")
     interrupted.kill("start", None, chance.random())
@@ -71,7 +80,7 @@ def test_a_killed_run_is_finished_after_fewer_steps(reference: References, tmp_p
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+@pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_not_trained_on(reference: References, tmp_path: Path, recipe: str) -> None:
     """One byte of the newest checkpoint changes on disk: the run resumes from the one before."""
     interrupted = InterruptedRun(reference(recipe), tmp_path, recipe)
