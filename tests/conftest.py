@@ -29,6 +29,15 @@ settings.register_profile("lockstep", deadline=None)  # how long an example take
 settings.load_profile("lockstep")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests that share a fixture of their module go to one worker, which makes it once."""
+    fixtures = getattr(item, "_fixtureinfo", None)
+    shares = any(each[-1].scope == "module" for each in fixtures.name2fixturedefs.values()) if fixtures else False
+    if shares and item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps the tests of an `xdist_group` on one worker: pytest-xdist 3.8 writes the group into an attribute of an item

@@ -49,8 +49,20 @@ def store(tmp_path: Path, kind: str) -> Iterator[str]:
         made.close()
 
 
-@pytest.mark.parametrize("kind", ["file", "tcp"])
-@pytest.mark.parametrize("coming", [(0, 1), (1, 2), (0, 1, 2)], ids=["without-2", "without-0", "all"])
+@pytest.mark.parametrize(
+    ("coming", "kind"),
+    [
+        pytest.param((0, 1), "tcp", id="without-2-tcp"),
+        pytest.param((1, 2), "file", id="without-0-file"),
+        *(
+            pytest.param(coming, kind, id=f"{name}-{kind}", marks=pytest.mark.slow)
+            for name, coming, kind in (
+                ("without-2", (0, 1), "file"), ("without-0", (1, 2), "tcp"), ("all", (0, 1, 2), "file"),
+                ("all", (0, 1, 2), "tcp"),
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_missing_ranks_are_named_by_every_rank_that_joined(tmp_path: Path, store: str, coming: tuple[int, ...]) -> None:
     context = multiprocessing.get_context("spawn")
     imported = context.Barrier(len(coming))

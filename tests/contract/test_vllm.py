@@ -326,6 +326,7 @@ def test_unknown_vllm_arguments_are_refused_at_the_start(start, folder):
         start(folder, extra={"quantization": "gguf-like"})
 
 
+@pytest.mark.slow
 def test_an_engine_killed_in_the_middle_of_an_update_does_not_hold_up_others(cluster, folder, tmp_path):
     config = Config(max_num_seqs=8, cpu_kv_cache_gb=0.02).model_dump(mode="json")
     arguments = {"model": ModelConfig(path=str(folder)).model_dump(mode="json"), "engine": config, "threads": 1}

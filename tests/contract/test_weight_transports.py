@@ -132,7 +132,7 @@ def test_a_stopped_receiver_does_not_hold_up_others(build: Build, times: int) ->
 @pytest.mark.parametrize("transport", BETWEEN)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals, transport: str) -> None:
-    node_set = build(transport, ["a"], ["b", "c"], limit_s=10.0)
+    node_set = build(transport, ["a"], ["b", "c"], limit_s=5.0)
     node_set.start()
     # both receivers lose it at once, so neither is at fault
     assert node_set.interrupt_publish("a", 1, lambda pid: os.kill(pid, number)) == [True, True]
@@ -170,7 +170,7 @@ def test_receivers_that_notice_the_death_of_their_sender_first_are_not_blamed(
 @pytest.mark.parametrize("node", ["a", "b"], ids=["collects", "gives"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_trainer_node_fails_while_rows_are_collected(build: Build, node: str, number: signal.Signals) -> None:
-    node_set = build("gloo", ["a", "b"], ["c"], limit_s=10.0)
+    node_set = build("gloo", ["a", "b"], ["c"], limit_s=5.0)
     node_set.start()
     assert node_set.interrupt_publish(node, 1, lambda pid: os.kill(pid, number)) == [True]
     node_set.check(1)

@@ -430,7 +430,9 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(
-    "modes", [("raise", "hang"), pytest.param(("short", "nan"), marks=pytest.mark.slow)], ids=" and ".join
+    "modes",
+    [("raise",), *(pytest.param(each, marks=pytest.mark.slow) for each in (("raise", "hang"), ("short", "nan")))],
+    ids=" and ".join,
 )
 def test_a_failing_reward_function_is_named_and_the_run_resumes_once_it_is_fixed(
     folder: Path, modes: tuple[str, ...]
@@ -463,6 +465,7 @@ def test_a_failing_reward_function_is_named_and_the_run_resumes_once_it_is_fixed
     assert sorted(prompts_used(run).values()) == sorted([0, 1, 2] * 4)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_start_frees_its_name(folder: Path) -> None:
     """The function's module is only imported in a scorer process."""
     file = folder / "needs.py"
@@ -482,6 +485,7 @@ def test_a_run_that_cannot_start_frees_its_name(folder: Path) -> None:
     assert "a_package_nobody_has" in log and "rewards/scorer.py" in log, "the full traceback is in the log"
 
 
+@pytest.mark.slow
 def test_a_model_that_ignores_the_layout_is_packed_singly_and_this_is_reported(folder: Path) -> None:
     model = changed(folder, "no-length", mamba)
     file = folder / "by_length.py"
@@ -528,6 +532,7 @@ def fill(disk: Path, free_bytes: int) -> Path:
     return filler
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_which_resumes_once_there_is_room(folder: Path, small_disk: Path) -> None:
     """The disk is full first for a step file, then for the checkpoint of the last step."""
     gate = Gate(small_disk.parent / "gate", 1, 2)

@@ -277,6 +277,7 @@ def test_metrics_lines(finished: FinishedRun) -> None:
             assert {name: row[name] for name in present} == {name: known.values[name] for name in present}
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_where_all_rewards_are_equal(tmp_path: Path) -> None:
     reward = {"terms": [{"kind": "regex", "pattern": "(?s).*"}]}
     values = config(task(tmp_path), "grpo", name="equal", steps=1, evaluation=None, reward=reward)

@@ -66,7 +66,7 @@ def start(home: Path, folder: Path, hold: dict[str, Any] | None = None, **change
     return Launched.start(folder / "runs/together", str(write(folder, values)), hold=hold)
 
 
-@pytest.mark.parametrize("sets", ["all", pytest.param("pairs", marks=pytest.mark.slow), "three"])
+@pytest.mark.parametrize("sets", ["all", *(pytest.param(each, marks=pytest.mark.slow) for each in ("pairs", "three"))])
 def test_shared_devices_change_no_bit(apart: Path, tmp_path: Path, sets: str) -> None:
     assert_same(start(apart, tmp_path, placement={"colocate": SETS[sets]}), apart / "runs/apart")
 

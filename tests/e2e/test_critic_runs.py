@@ -145,6 +145,7 @@ FOLLOWED: dict[str, Any] = {"advantage": {"gamma": GAMMA, "lam": LAM}, "group_si
 FROM_SCORER = {"model": "reward_model", "export": True}
 
 
+@pytest.mark.slow
 def test_a_critic_starts_from_the_reward_model(home: Path) -> None:
     """Its first values are the reward model's scores of the beginnings of the completions."""
     terms = [{"kind": "exact_match"}, {"kind": "model", "path": str(home / "scorer"), "threads": 1}]

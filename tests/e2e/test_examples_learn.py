@@ -59,6 +59,7 @@ def test_the_calculator(tmp_path: Path) -> None:
     assert all(each.episode.messages[0]["content"].endswith("]") for each in talked)
 
 
+@pytest.mark.slow
 def test_a_procedural_task(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     model = make_tiny(tmp_path / "runs" / "chain-sum-model", max_length=96, **TINY)

@@ -72,6 +72,7 @@ def test_a_fork_that_is_resumed_ends_as_one_that_was_not(parent: tuple[Path, dic
     assert weights(same) == weights(again)
 
 
+@pytest.mark.slow
 def test_the_start_is_a_checkpoint_of_the_new_run(parent: tuple[Path, dict[str, Any]]) -> None:
     """It does not need the parent's any more, which may be deleted."""
     run, _ = parent
@@ -81,6 +82,7 @@ def test_the_start_is_a_checkpoint_of_the_new_run(parent: tuple[Path, dict[str, 
     assert json.loads((start_folder / "checkpoint.json").read_text())["inherited"] == "all"
 
 
+@pytest.mark.slow
 def test_a_fork_does_not_need_its_parent_any_more(parent: tuple[Path, dict[str, Any]]) -> None:
     """It is killed, its parent is deleted, and it is resumed. The report still names the parent."""
     run = shutil.copytree(parent[0], parent[0].with_name("gone"))
@@ -129,6 +131,7 @@ def test_what_does_not_fit_is_refused(parent: tuple[Path, dict[str, Any]], tmp_p
     assert not run.with_name("x").exists() and not run.with_name("other").exists()
 
 
+@pytest.mark.slow
 def test_another_recipe_takes_over_the_weights_alone(parent: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run, values = parent
     home = Path(values["folder"]).parent

@@ -52,6 +52,7 @@ def test_grpo_draws_each_dataset_by_its_weight_and_no_prompt_twice(folder: Path)
     assert max(epochs["few"]) > max(epochs["many"])
 
 
+@pytest.mark.slow
 def test_sft_holds_out_a_share_of_each_dataset(folder: Path) -> None:
     values = config(
         folder, "sft", name="documents", steps=3, evaluation=None, rollout={}, validation={"fraction": 0.25}

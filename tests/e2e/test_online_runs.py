@@ -152,7 +152,7 @@ def test_four_steps_follow_a_plain_loop(home: Path, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "ranks", "budget", "packing"),
     [
-        ("online_dpo", 2, 256, "auto"),
+        pytest.param("online_dpo", 2, 256, "auto", marks=pytest.mark.slow),
         ("online_dpo", 2, 8, "auto"),
         pytest.param("online_dpo", 1, 256, "single", marks=pytest.mark.slow),
         ("rejection_sampling", 2, 16, "auto"),
@@ -173,13 +173,14 @@ def test_results_depend_on_neither_ranks_nor_rows(
         assert found == pytest.approx(expected, rel=5e-5, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_the_reference_has_processes_of_its_own(home: Path) -> None:
     alone = train(home, settings(home, "online_dpo", "with-policy"))
     apart = train(home, settings(home, "online_dpo", "apart", reference={"ranks": 1}))
     assert learned(apart) == learned(alone)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [pytest.param("online_dpo", marks=pytest.mark.slow), "rejection_sampling"])
 def test_a_step_from_which_nothing_is_learned_changes_nothing(home: Path, recipe: str) -> None:
     """Neither weights nor the optimizer: with momentum, a gradient of zero would not do."""
     reward = {"terms": [{"kind": "regex", "pattern": "(?s).*"}]}
@@ -192,7 +193,7 @@ def test_a_step_from_which_nothing_is_learned_changes_nothing(home: Path, recipe
         assert row["reward/mean"] == 1.0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["online_dpo", pytest.param("rejection_sampling", marks=pytest.mark.slow)])
 def test_conversations_that_are_sampled_ahead(home: Path, recipe: str) -> None:
     """What the environment writes is not learned. Steps are generated while the one before is trained."""
     values = settings(home, recipe, f"turns-{recipe}", 2, group_size=4, minibatch_size=None, epochs=1, steps=3)
@@ -239,6 +240,7 @@ def start(home: Path, tmp_path: Path, recipe: str, hold: dict[str, Any], **chang
     return Launched.start(tmp_path / "runs/run", str(write(tmp_path, values)), hold=hold)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_processes_and_then_the_run_are_killed(home: Path, whole: dict[str, Path], tmp_path: Path, recipe: str) -> None:
     """The whole run is killed while it trains the step after a checkpoint."""

@@ -47,6 +47,7 @@ def test_every_correction_at_once_on_two_ranks(folder: Path) -> None:
     assert {"policy/clip_fraction", "policy/clip_dual", "policy/grad_norm", "policy/entropy"} <= first.keys()
 
 
+@pytest.mark.slow
 def test_a_penalty_in_the_reward_on_one_rank(folder: Path) -> None:
     loss = {"kl": {"coefficient": 0.5, "estimator": "k1", "where": "reward"}}
     changes: dict[str, Any] = {"loss": loss, "advantage": {"kind": "rloo"}, "trainer": {"ranks": 1}}
@@ -72,6 +73,7 @@ def test_several_engines_and_scorers_share_the_work(folder: Path) -> None:
     assert logs == [True, True]
 
 
+@pytest.mark.slow
 def test_files_that_are_named_as_modules_of_python_do_no_harm(tmp_path: Path) -> None:
     """In the folder where the run is started, which is the workers' too."""
     home = task(tmp_path)

@@ -183,7 +183,10 @@ def alone(home: Path) -> Path:
     return train(home, settings(home, "alone", **VAPO))
 
 
-@pytest.mark.parametrize(("vapo", "minibatch"), [(False, MINIBATCH), (True, MINIBATCH), (False, PROMPTS * GROUP)])
+@pytest.mark.parametrize(
+    ("vapo", "minibatch"),
+    [pytest.param(False, MINIBATCH, marks=pytest.mark.slow), (True, MINIBATCH), (False, PROMPTS * GROUP)],
+)
 def test_four_steps_follow_a_plain_loop(home: Path, alone: Path, vapo: bool, minibatch: int) -> None:
     """With `vapo`, the critic has a lambda of its own, each completion one by its length, and those that were cut off
     count the value after their last token. With one mini-batch in a step, the critic's first update of the step
@@ -244,6 +247,7 @@ def start(home: Path, tmp_path: Path, hold: dict[str, Any], **changes: Any) -> L
     return Launched.start(tmp_path / "runs/ppo", str(write(tmp_path, values)), hold=hold)
 
 
+@pytest.mark.slow
 def test_processes_of_each_role_and_then_the_run_are_killed(home: Path, whole: Path, tmp_path: Path) -> None:
     """The whole run is killed while both roles are trained in the step after a checkpoint."""
     launched = start(home, tmp_path, {"stage": "train", "seconds": 0.2, "at_end": False})
@@ -258,6 +262,7 @@ def test_processes_of_each_role_and_then_the_run_are_killed(home: Path, whole: P
     assert_same(Launched.resume(tmp_path / "runs/ppo"), whole)
 
 
+@pytest.mark.slow
 def test_a_killed_critic_that_had_kept_its_values_continues_bit_by_bit(home: Path, tmp_path: Path) -> None:
     """As in a run in which no forward pass is kept and nothing is killed."""
     values = settings(home, "kept", minibatch_size=None, token_budget=64, checkpoint={"every": 2})

@@ -88,6 +88,7 @@ def test_an_adapter_and_labels(home: Path) -> None:
     assert losses(once) == pytest.approx(losses(plain), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_kill_loses_no_chunk_and_changes_nothing(home: Path) -> None:
     write_pairs(home, 600)
     values = settings(home, "whole", precompute_ref_log_probs=True, checkpoint={"every": 1})

@@ -96,7 +96,7 @@ class PlainLoop:
         return torch.stack(terms).mean() - (torch.cat(learned).mean() if name == "orpo" else 0.0)
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "simpo", "orpo"])
+@pytest.mark.parametrize("name", ["sigmoid", pytest.param("simpo", marks=pytest.mark.slow), "orpo"])
 def test_four_steps_follow_a_plain_loop(home: Path, name: str) -> None:
     expected = PlainLoop(home).losses(name)
     run = train(home, settings(home, f"plain-{name}", loss={"type": name}))
@@ -160,7 +160,7 @@ def test_the_prompts_of_pairs_can_be_completed_and_the_card_names_dpo(home: Path
     assert "| pairs or labelled completions per step | 6 |" in card.stdout and str(home) not in card.stdout
 
 
-@pytest.mark.parametrize("other", ["aot", "ipo"])
+@pytest.mark.parametrize("other", ["aot", pytest.param("ipo", marks=pytest.mark.slow)])
 def test_results_depend_on_neither_ranks_nor_rows(home: Path, other: str) -> None:
     """Also those of a loss that compares completions of other pairs, which takes two passes; without it, rows of 16
     tokens take two and others one."""
@@ -173,6 +173,7 @@ def test_results_depend_on_neither_ranks_nor_rows(home: Path, other: str) -> Non
             assert [row[name] for row in rows] == pytest.approx([row[name] for row in alone], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_a_reference_of_its_own_and_an_adapter_give_the_same(home: Path) -> None:
     inside = metric_rows(train(home, settings(home, "inside")))
     apart = metric_rows(train(home, settings(home, "apart", reference={"threads": 1})))
@@ -217,6 +218,7 @@ def test_a_moving_reference_survives_a_kill(home: Path, tmp_path: Path) -> None:
     assert untimed_rows(tmp_path / "runs/killed") == untimed_rows(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", ["logprobs", *(pytest.param(each, marks=pytest.mark.slow) for each in ("train", "checkpoint"))]
 )

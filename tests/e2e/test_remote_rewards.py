@@ -106,6 +106,7 @@ def test_a_failing_server_is_named_and_the_run_resumes_with_another(tmp_path: Pa
     assert_no_key(run, folder / "mlruns")
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_named(tmp_path: Path) -> None:
     """A notice names the server while the run waits; after the deadline the run ends, and resumes with another
     address."""

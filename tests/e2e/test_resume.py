@@ -25,6 +25,15 @@ from lockstep.ledger.ledger import Ledger
 
 
 @pytest.mark.timeout(600)
+def test_grpo_killed_while_it_trains_and_while_it_exports(reference: References, tmp_path: Path) -> None:
+    interrupted, chance = InterruptedRun(reference("grpo"), tmp_path, "grpo"), seeded_random("chain", "grpo")
+    interrupted.kill("train", 4, chance.random())
+    interrupted.kill("export", None, chance.random())
+    interrupted.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_grpo_killed_in_one_stage_after_the_other(reference: References, tmp_path: Path) -> None:
     interrupted, chance = InterruptedRun(reference("grpo"), tmp_path, "grpo"), seeded_random("chain", "grpo")
     interrupted.kill("start", None, chance.random())
@@ -53,6 +62,7 @@ def test_sft_killed_in_one_stage_after_the_other(reference: References, tmp_path
     interrupted.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_is_finished_after_fewer_steps(reference: References, tmp_path: Path) -> None:
     """Its steps are those of a run that goes on. Fewer steps than are done, or another schedule, are refused."""
@@ -70,7 +80,7 @@ def test_a_killed_run_is_finished_after_fewer_steps(reference: References, tmp_p
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+@pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_not_trained_on(reference: References, tmp_path: Path, recipe: str) -> None:
     """One byte of the newest checkpoint changes on disk: the run resumes from the one before."""
     interrupted = InterruptedRun(reference(recipe), tmp_path, recipe)
@@ -88,6 +98,7 @@ def test_a_damaged_checkpoint_is_not_trained_on(reference: References, tmp_path:
     interrupted.compare()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_checkpoints_are_exported_without_the_run(reference: References, tmp_path: Path) -> None:
     """The last checkpoint has the weights of the run's own export, any other one different ones; the model loads."""
@@ -146,6 +157,7 @@ def test_ctrl_c_finishes_the_step(reference: References, tmp_path: Path) -> None
     assert tree(interrupted.run) == before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_scheduler_that_wants_the_machine_while_the_run_starts(reference: References, tmp_path: Path) -> None:
     """A scheduler sends one SIGTERM, and soon kills the remaining processes."""
@@ -159,6 +171,7 @@ def test_a_scheduler_that_wants_the_machine_while_the_run_starts(reference: Refe
     interrupted.compare()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ctrl_c_and_a_controller_that_is_killed(reference: References, tmp_path: Path) -> None:
     interrupted = InterruptedRun(reference("grpo"), tmp_path, "grpo")
@@ -212,6 +225,7 @@ def test_resume_on_another_number_of_ranks(reference: References, tmp_path: Path
     assert change.fields == {"changes": ["trainer.ranks: 2 -> 1"]}
 
 
+@pytest.mark.slow
 def test_equal_rewards_do_not_move_the_weights(reference: References, tmp_path: Path) -> None:
     home = reference("grpo").home
     changes = {"steps": 3, "evaluation": None, "reward": {"terms": [{"kind": "regex", "pattern": ".*"}]}}

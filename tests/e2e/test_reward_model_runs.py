@@ -91,7 +91,7 @@ def plain_loop(home: Path, margin: float, centering: float, smoothing: float) ->
     return found
 
 
-@pytest.mark.parametrize("loss", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("loss", [pytest.param({}, marks=pytest.mark.slow), EVERYTHING], ids=["plain", "everything"])
 def test_four_steps_follow_a_plain_loop(home: Path, loss: dict[str, Any]) -> None:
     on = bool(loss)
     expected = plain_loop(home, float(on), 0.01 * on, 0.1 * on)
@@ -102,16 +102,19 @@ def test_four_steps_follow_a_plain_loop(home: Path, loss: dict[str, Any]) -> Non
     assert expected[-1]["policy/loss"] < expected[0]["policy/loss"]
 
 
-def test_results_depend_on_neither_ranks_nor_rows(home: Path) -> None:
+@pytest.mark.parametrize(("ranks", "budget"), [pytest.param(2, 64, marks=pytest.mark.slow), (3, 17)])
+def test_results_depend_on_neither_ranks_nor_rows(home: Path, ranks: int, budget: int) -> None:
     """Also where the completions of a pair are in different rows."""
-    alone = metric_rows(train(home, settings(home, "one-rank", loss=EVERYTHING)))
-    for ranks, budget in ((2, 64), (3, 17)):
-        changes = {"loss": EVERYTHING, "token_budget": budget, "trainer": {"ranks": ranks}}
-        rows = metric_rows(train(home, settings(home, f"ranks-{ranks}", **changes)))
-        assert any("time/scores_s" in row for row in rows) == (budget == 17)
-        for name in ("loss", "accuracy", "margin", "chosen_reward", "mean_reward", "std_reward", "grad_norm", "tokens"):
-            found = [row[f"policy/{name}"] for row in rows]
-            assert found == pytest.approx([row[f"policy/{name}"] for row in alone], rel=1e-5, abs=1e-6), name
+    run = home / "runs/plain-True"
+    if not (run / "export").exists():
+        train(home, settings(home, "plain-True", loss=EVERYTHING))
+    alone = metric_rows(run)
+    changes = {"loss": EVERYTHING, "token_budget": budget, "trainer": {"ranks": ranks}}
+    rows = metric_rows(train(home, settings(home, f"ranks-{ranks}", **changes)))
+    assert any("time/scores_s" in row for row in rows) == (budget == 17)
+    for name in ("loss", "accuracy", "margin", "chosen_reward", "mean_reward", "std_reward", "grad_norm", "tokens"):
+        found = [row[f"policy/{name}"] for row in rows]
+        assert found == pytest.approx([row[f"policy/{name}"] for row in alone], rel=1e-5, abs=1e-6), name
 
 
 def test_transformers_gives_equal_scores(home: Path) -> None:
@@ -220,6 +223,7 @@ def test_eval_refuses_what_a_reward_model_cannot_do(home: Path, arguments: list[
     assert done.exit_code == 2 and problem in " ".join(done.output.split()), done.output
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_with_its_head(home: Path) -> None:
     adapter = {"path": str(home / "scorer"), "adapter": {"kind": "lora", "r": 4}}
     run = train(home, settings(home, "adapter", model=adapter, trainer={"ranks": 2}))
@@ -238,7 +242,7 @@ def test_an_adapter_is_trained_with_its_head(home: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("budget", [64, 17], ids=["one pass", "divided pairs"])
+@pytest.mark.parametrize("budget", [pytest.param(64, marks=pytest.mark.slow), 17], ids=["one pass", "divided pairs"])
 def test_a_score_that_is_not_finite_ends_the_run_with_the_same_error(home: Path, budget: int) -> None:
     model = home / "overflowing"
     shutil.copytree(home / "scorer", model, dirs_exist_ok=True)
@@ -254,6 +258,7 @@ def test_a_score_that_is_not_finite_ends_the_run_with_the_same_error(home: Path,
     assert f"resume with: lockstep train --resume {home}/runs/nan-{budget}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stage", ["train", *(pytest.param(each, marks=pytest.mark.slow) for each in ("pack", "scores", "checkpoint"))]
 )

@@ -181,6 +181,7 @@ def test_the_best_checkpoint_is_exported(project: Path, use: Callable[..., Used]
     assert (tmp_path / "best/model.safetensors").read_bytes() == (tmp_path / "same/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_with_relative_paths_resumes_and_exports_from_another_folder(project: Path, tmp_path: Path) -> None:
     exported = run_command(tmp_path, "export", str(project / "runs/grpo"), "model", "--step", "1")
     assert exported.returncode == 0, exported.stderr

@@ -129,6 +129,7 @@ def wait_for_a_moment(launched: Launched, step: int, chance: random.Random) -> N
     time.sleep(chance.uniform(0.0, STEP_S))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_either_role_is_killed_while_both_are_trained(pair: Pair, tmp_path: Path) -> None:
     """The ranks of the other role finish their steps and are kept."""
