@@ -29,11 +29,13 @@ class DeepSpeedPlanner(TrainerPlanner):
             "trainer.replicas": trainer.replicas > 1,
             "trainer.offload": trainer.offload.anything,
             "trainer.compile": trainer.compile != "off",
-            "trainer.reshard_after_forward": not trainer.reshard_after_forward,
         }
         for setting, is_set in lacking.items():
             if is_set:
                 raise TrainerUnsupported(KIND, role.field(setting), _REMEDY.format(field))
+        if not trainer.reshard_after_forward and zero_stage(role) == 3:
+            setting = f"{role.field('trainer.reshard_after_forward')} false at stage 3"
+            raise TrainerUnsupported(KIND, setting, "stage 3 frees gathered parameters: leave it out, or set stage 2")
         dtype = role.model.dtype
         # Which precision `auto` is depends on the ranks' devices: they compare it themselves.
         for each in ("float32", "bfloat16") if dtype == "auto" else (dtype,):
