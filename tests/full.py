@@ -165,7 +165,8 @@ def pytest(*arguments: str) -> list[str]:
 
 
 def collect(match: str) -> list[str]:
-    """Names of all slow tests that need none of Ray, vLLM and DeepSpeed. Ends the program where pytest cannot collect them."""
+    """Names of all slow tests that need none of Ray, vLLM and DeepSpeed. Ends the program where pytest cannot collect
+    them."""
     found = subprocess.run(
         pytest("--collect-only", "-m", MARKS, str(TESTS)), cwd=ROOT, capture_output=True, text=True, timeout=600
     )

@@ -192,7 +192,7 @@ class _Settings:
         section = self._section("zero_optimization", place)
         device = section.get("device", "none")
         if device not in ("none", None, "cpu"):
-            remedy = "only host memory is tested: set it to cpu or none"
+            remedy = "it would need DeepSpeed's operation async_io: set it to cpu or none"
             raise self._unsupported(f"zero_optimization.{place}.device {device!r}", remedy)
         lowest = {"offload_optimizer": 1, "offload_param": 3}[place]
         if device == "cpu" and stage < lowest:
