@@ -27,7 +27,7 @@ from lockstep.train.deepspeed.zero_model import Reference, load_model, register_
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, TrainerUnsupported
-from lockstep.train.forward.model_evaluation import evaluate_each, target_values
+from lockstep.train.forward.target_values import evaluate_each, target_values
 from lockstep.train.lazy_weights import gather_buckets
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
 from lockstep.train.model_export import export_model

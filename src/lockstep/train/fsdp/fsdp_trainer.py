@@ -25,7 +25,7 @@ from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.forward.kept_forward import KeptForward
-from lockstep.train.forward.model_evaluation import evaluate_each, target_values
+from lockstep.train.forward.target_values import evaluate_each, target_values
 from lockstep.train.fsdp.merged_weights import MergedWeights
 from lockstep.train.fsdp.moving_reference import mix_into_reference, reference_rows
 from lockstep.train.fsdp.parallelize import (

@@ -11,7 +11,7 @@ from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.forward.model_evaluation import evaluate_each
+from lockstep.train.forward.target_values import evaluate_each
 from lockstep.train.fsdp.parallelize import free_gathered, load_sharded_policy, move_weights, parameter_dtype
 
 
