@@ -37,7 +37,7 @@ _ZERO = frozenset({
     "stage3_gather_fp16_weights_on_model_save", "module_granularity_threshold", "stage3_module_granularity_threshold",
     "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", "allgather_sequential",
     "stage3_allgather_sequential", "ignore_unused_parameters", "round_robin_gradients", "memory_efficient_linear",
-    "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings", "zero_hpz_partition_size",
+    "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings",
 })  # fmt: skip
 _ZERO_LACKING = {
     "zero_quantized_weights": "DeepSpeed's kernels for quantized communication are not tested with it",
@@ -45,6 +45,7 @@ _ZERO_LACKING = {
     "zero_quantized_nontrainable_weights": "DeepSpeed's kernels for quantized communication are not tested with it",
     "mics_shard_size": "the parts of MiCS are not known to its checkpoints",
     "mics_hierarchical_params_gather": "the parts of MiCS are not known to its checkpoints",
+    "zero_hpz_partition_size": "a second copy of the parameters is not tested with it",
     "zenflow": "its optimizer state is not known to its checkpoints",
     "leaf_module": "leaf modules lose gradients of some models",
 }
@@ -108,7 +109,8 @@ class _Settings:
         for name in self._section("zero_optimization"):
             path = f"zero_optimization.{name}"
             if name in _ZERO_LACKING:
-                if self._section("zero_optimization")[name] not in (False, None, -1, AUTO):
+                value = self._section("zero_optimization")[name]
+                if value is True or value not in (False, None, -1, 1, AUTO):
                     raise self._unsupported(path, f"{_ZERO_LACKING[name]}: leave it out")
             elif name not in _ZERO:
                 raise self._unsupported(path, _nearest(name, sorted(_ZERO)))
