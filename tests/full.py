@@ -37,7 +37,7 @@ SOURCES = ("src", "tests", "examples", "pyproject.toml", "requirements.lock")
 """What a result depends on."""
 REPORTS = "LOCKSTEP_FULL_REPORTS"
 """Where a pytest process reports to."""
-MARKS = "slow and not ray and not vllm"
+MARKS = "slow and not ray and not vllm and not deepspeed"
 SLICE_S = 14 * 60.0
 UNKNOWN_S = 60.0
 """What a test is thought to take that never ran."""
@@ -165,7 +165,8 @@ def pytest(*arguments: str) -> list[str]:
 
 
 def collect(match: str) -> list[str]:
-    """Names of all slow tests that need neither Ray nor vLLM. Ends the program where pytest cannot collect them."""
+    """Names of all slow tests that need none of Ray, vLLM and DeepSpeed. Ends the program where pytest cannot collect
+    them."""
     found = subprocess.run(
         pytest("--collect-only", "-m", MARKS, str(TESTS)), cwd=ROOT, capture_output=True, text=True, timeout=600
     )

@@ -29,7 +29,7 @@ from lockstep.train.checkpoints.checkpoint import CheckpointWriter, LocalRows, l
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.errors import NonFinite, TrainerUnsupported
+from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.lazy_weights import LazyWeight
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics, metric_vector_size
 from lockstep.train.model_export import export_model
@@ -215,10 +215,7 @@ class ReplicatedTrainer:
 
     def _update(self, gradients: dict[str, Tensor], totals: ReducedMetrics) -> StepStats:
         step, trainer = self.optimizer_step, self.role.trainer
-        if totals.bad_microbatches:
-            raise NonFinite(step + 1, "loss", list(totals.bad_microbatches))
-        if totals.bad_gradients:
-            raise NonFinite(step + 1, "gradient", [(rank, None) for rank in totals.bad_gradients])
+        totals.check_finite(step + 1)
         norm = totals.square_norm**0.5
         lr = learning_rate(step, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
         clip_gradients(gradients, norm, trainer.max_grad_norm)

@@ -5,6 +5,7 @@ checkpoints, no step on bad numbers. What a kind lacks, it refuses before anythi
 import json
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ Results = dict[str, list[tr.Result]]
 """The results of each rank, by case."""
 
 
+def marks(kind: str) -> list[pytest.MarkDecorator]:
+    found = [pytest.mark.xdist_group(f"trainer-{kind}")]
+    if kind in tr.DEEPSPEED:
+        missing = find_spec("deepspeed") is None
+        why = "the package deepspeed is not installed: script/bootstrap --deepspeed"
+        found += [pytest.mark.deepspeed, pytest.mark.skipif(missing, reason=why)]
+    if kind in ("deepspeed-0", "deepspeed-1"):
+        found.append(pytest.mark.slow)
+    return found
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
@@ -62,7 +74,7 @@ def truths(models: Path) -> dict[str, tr.Result]:
 @pytest.fixture(
     scope="module",
     # one test process computes the results of a kind
-    params=[pytest.param(kind, marks=pytest.mark.xdist_group(f"trainer-{kind}")) for kind in tr.KINDS],
+    params=[pytest.param(kind, marks=marks(kind)) for kind in tr.KINDS],
 )
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     with replicated_trainer.registered():
@@ -405,8 +417,8 @@ def _header(path: Path) -> str:
 
 
 def assert_refused(kind: str, error: TrainerUnsupported, setting: str, remedy: str = "") -> None:
-    assert (error.kind, error.setting) == (kind, setting)
-    assert str(error) == f"trainer.kind {kind} does not support {setting}; {error.remedy}"
+    assert (error.kind, error.setting) == (tr.trainer_of(kind), setting)
+    assert str(error) == f"trainer.kind {error.kind} does not support {setting}; {error.remedy}"
     assert remedy in error.remedy and error.remedy
 
 
@@ -435,7 +447,7 @@ def refusal(kind: str, folder: Path, model: dict[str, Any] | None = None, **trai
     """How the planner refuses these settings, also as a part of the run's plan; None if it does not."""
     cfg = tr.config(folder, "llama", "sft", model, kind=kind, **trainer)
     try:
-        TRAINERS[kind].planner.check(cfg.policy)
+        TRAINERS[tr.trainer_of(kind)].planner.check(cfg.policy)
     except TrainerUnsupported as error:
         with pytest.raises(TrainerUnsupported):
             make_plan(cfg, model_facts(cfg.model, "cpu"), host_resources(cfg.cluster))
@@ -460,7 +472,7 @@ def test_an_objective_is_planned_or_refused(
     )
     cfg = check_config({**common, "recipe": recipe, "loss": loss, "model": {"path": str(folder / "llama")}}, "test")
     facts, host = model_facts(cfg.model, "cpu"), host_resources(cfg.cluster)
-    if setting is None or kind == "fsdp2":
+    if setting is None or kind == "fsdp2" or (kind in tr.DEEPSPEED and setting != "loss.sync_ref_model"):
         assert make_plan(cfg, facts, host).processes
         return
     with pytest.raises(TrainerUnsupported) as caught:
@@ -522,7 +534,7 @@ def test_replicas_are_supported_or_refused(kind: str, folder: Path) -> None:
 
 
 def test_every_kind_plans_memory_and_collectives(kind: str, folder: Path) -> None:
-    planner = TRAINERS[kind].planner
+    planner = TRAINERS[tr.trainer_of(kind)].planner
     for ranks in (1, 2):
         cfg = tr.config(folder, "qwen2", "grpo", kind=kind, ranks=ranks)
         facts = model_facts(cfg.model, "cpu")
@@ -539,7 +551,9 @@ def test_an_unknown_kind_is_refused_by_the_config(folder: Path) -> None:
     values["trainer"]["kind"] = "deepspeeed"
     with pytest.raises(ConfigError) as caught:
         check_config(values, "run.yaml")
-    assert "trainer.kind: 'deepspeeed': unknown kind of trainer, expected fsdp2 or replicated" in str(caught.value)
+    assert "trainer.kind: 'deepspeeed': unknown kind of trainer, expected fsdp2 or deepspeed or replicated" in str(
+        caught.value
+    )
 
 
 # --- the service

@@ -46,9 +46,16 @@ DEVICE = os.environ.get("LOCKSTEP_TEST_DEVICE", "cpu")
 TEMPERATURE = 0.8
 LR = 2e-3
 FAMILIES = ("qwen2", "llama")
-KINDS = tuple(dict.fromkeys([*TRAINERS, replicated_trainer.KIND]))
+DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in (2, 3, 1, 0))
+"""DeepSpeed at each of its stages."""
+KINDS = tuple(dict.fromkeys([*(kind for kind in TRAINERS if kind != "deepspeed"), *DEEPSPEED, replicated_trainer.KIND]))
 """The kinds of the package, and one of these tests."""
 SAVE_LIMIT_S = 60.0
+
+
+def trainer_of(kind: str) -> str:
+    """The value of `trainer.kind`, without the stage."""
+    return kind.partition("-")[0]
 
 
 def make_models(folder: Path) -> None:
@@ -61,6 +68,8 @@ def make_models(folder: Path) -> None:
 def config(
     folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any
 ) -> SFTConfig | GRPOConfig:
+    kind, _, stage = str(trainer.pop("kind", "fsdp2")).partition("-")
+    chosen = {"kind": kind, **({"deepspeed": {"zero_optimization": {"stage": int(stage)}}} if stage else {})}
     common: dict[str, Any] = {
         "name": "contract",
         "steps": 10,
@@ -72,6 +81,7 @@ def config(
             "schedule": {"kind": "linear", "warmup_steps": 2},
             "max_grad_norm": 0.5,
             "collective_timeout_s": 60,
+            **chosen,
             **trainer,
         },
     }
@@ -600,7 +610,7 @@ CASES: dict[str, Case] = {f"{kind}:{name}": partial(case, kind) for kind in KIND
 
 def refuses(kind: str, case: str, folder: Path) -> bool:
     """Whether a kind of trainer says before anything starts that it lacks what this case needs."""
-    planner = TRAINERS[kind].planner
+    planner = TRAINERS[trainer_of(kind)].planner
     if case == "memory":
         cfg = config(folder, "qwen2", "sft", kind=kind)
         return planner.memory_checkpoint(cfg.policy, model_facts(cfg.model, "cpu")) is None

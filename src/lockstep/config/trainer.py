@@ -1,6 +1,8 @@
 """How weights are updated, sharded, checkpointed, and synced to the engines."""
 
-from typing import Annotated, Literal, Self
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -66,13 +68,17 @@ class OffloadConfig(Section):
         )
 
 
-TRAINER_KINDS = ["fsdp2"]
+TRAINER_KINDS = ["fsdp2", "deepspeed"]
 """The names of the kinds of trainers. `lockstep.train.trainer_kinds.TRAINERS` has their implementations."""
 
 
 class TrainerConfig(Section):
     kind: str = "fsdp2"
-    """How the model is trained on several ranks: `fsdp2` shards parameters, gradients and optimizer state."""
+    """How the model is trained on several ranks: `fsdp2` shards parameters, gradients and optimizer state; `deepspeed`
+    shards what its stage says (docs/deepspeed.md)."""
+    deepspeed: dict[str, Any] | None = None
+    """For `deepspeed`: settings of a DeepSpeed JSON file, or the file's path. `auto` values are filled from the run's
+    config, and others must agree with it. Stage 2 when absent."""
     ranks: int = Field(1, gt=0)
     """Data-parallel ranks, over which parameters are sharded."""
     replicas: int = Field(1, gt=0)
@@ -110,6 +116,18 @@ class TrainerConfig(Section):
             raise ValueError(f"unknown kind of trainer, expected {' or '.join(TRAINER_KINDS)}")
         return kind
 
+    @field_validator("deepspeed", mode="before")
+    @classmethod
+    def _read_deepspeed(cls, value: Any) -> Any:
+        """Reads the settings' file, so that ranks on other hosts need not see it."""
+        return read_settings(Path(value).expanduser()) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_deepspeed(self) -> Self:
+        if self.deepspeed is not None and self.kind != "deepspeed":
+            raise ValueError(f"deepspeed has no effect with kind {self.kind}: set kind to deepspeed, or leave it out")
+        return self
+
     @model_validator(mode="after")
     def _check_replicas(self) -> Self:
         if self.replicas > 1 and (self.ranks % self.replicas or self.shards < 2):
@@ -117,6 +135,16 @@ class TrainerConfig(Section):
                 f"replicas {self.replicas} must divide ranks {self.ranks} and leave at least two ranks per copy"
             )
         return self
+
+
+def read_settings(path: Path) -> Any:
+    """Reads a JSON file of a person. Raises ValueError if it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}; give the path of a JSON file") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 class CheckpointConfig(Section):

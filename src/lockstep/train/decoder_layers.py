@@ -21,13 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def prepare_layers(
-    policy: PolicyModel, trainer: TrainerConfig, device: torch.device, compute: torch.dtype
+    policy: PolicyModel, trainer: TrainerConfig, device: torch.device, compute: torch.dtype, fuse: bool = True
 ) -> str | None:
     """Changes the layers' forward as the config says. Parameters and their names stay the same.
 
     Args:
         policy: may be on the meta device.
         compute: precision of forward and backward.
+        fuse: whether layers may be fused; a fused layer does not call its modules.
 
     Returns:
         Why the layers are not fused, or None. If they are, call `probe_fused_decoder` once the policy has its weights.
@@ -35,7 +36,9 @@ def prepare_layers(
     Raises:
         CompilerMissing: `compile` is `layers`, the device is a CPU, and there is no C++ compiler.
     """
-    not_fused_reason = _fuse_layers(policy, device, compute)
+    not_fused_reason = (
+        _fuse_layers(policy, device, compute) if fuse else "the model's own forward: its modules are called"
+    )
     if trainer.compile == "layers":
         compile_layers(policy, device)
     if trainer.activation_checkpointing:

@@ -180,7 +180,7 @@ class ParallelContext:
 
     def gather_flat(self, flat: Tensor, why: str) -> Tensor:
         """Gathers `flat` from every rank of this copy on all of them, as `[shards, values]` on the device."""
-        if self.world == 1:
+        if self.shards == 1:
             return flat[None]
         gathered = [torch.empty_like(flat) for _ in range(self.shards)]
         self._finish(dist.all_gather(gathered, flat, group=self.copy or self.group, async_op=True), "all_gather", why)
@@ -201,10 +201,10 @@ class ParallelContext:
     def gather_rows(self, local: Tensor, rows: int, why: str) -> Tensor | None:
         """Gathers a tensor that is sharded by rows on the CPU of rank 0; returns None elsewhere. Only the first copy
         takes part."""
-        if self.world == 1:
-            return local.detach().cpu()
         if self.replica:
             return None
+        if self.shards == 1:
+            return local.detach().cpu()
         first, last = shard_rows(0, self.shards, rows)
         padded = local.new_zeros((last - first, *local.shape[1:]))
         padded[: local.shape[0]] = local.detach()

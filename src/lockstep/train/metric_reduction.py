@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lockstep.train.errors import NonFinite
 from lockstep.train.objective import LossOutput, Reduction
 
 
@@ -68,3 +69,10 @@ class ReducedMetrics:
             name: by_reduction[how][name] for name, how in metrics.items() if how in by_reduction
         }
         """The reduced metrics, by name. Without a target there are only sums: there is nothing to measure."""
+
+    def check_finite(self, step: int) -> None:
+        """Raises NonFinite if a loss or a gradient of optimizer step `step` is not finite."""
+        if self.bad_microbatches:
+            raise NonFinite(step, "loss", list(self.bad_microbatches))
+        if self.bad_gradients:
+            raise NonFinite(step, "gradient", [(rank, None) for rank in self.bad_gradients])

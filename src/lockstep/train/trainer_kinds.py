@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
+from lockstep.train.deepspeed.deepspeed_plan import DeepSpeedPlanner
+from lockstep.train.deepspeed.deepspeed_trainer import DeepSpeedTrainer
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.fsdp.fsdp_plan import FSDP2Planner, FSDP2ServedModelPlanner
@@ -27,7 +29,10 @@ class TrainerKind:
     planner: TrainerPlanner
 
 
-TRAINERS: dict[str, TrainerKind] = {"fsdp2": TrainerKind(FSDP2Trainer, FSDP2Planner())}
+TRAINERS: dict[str, TrainerKind] = {
+    "fsdp2": TrainerKind(FSDP2Trainer, FSDP2Planner()),
+    "deepspeed": TrainerKind(DeepSpeedTrainer, DeepSpeedPlanner()),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from lockstep.ledger.durable_files import fsync_folder
 from lockstep.train.checkpoints.checkpoint_files import (
     LocalPart,
     open_files,
+    read_elements,
     read_manifest,
-    read_rows,
     write_index,
     write_rank_file,
 )
@@ -39,11 +39,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LocalRows:
-    """This rank's rows of a tensor that is sharded by rows over all ranks; all rows if there is only one rank."""
+    """This rank's rows of a tensor that is sharded by rows over all ranks; all rows if there is only one rank. Or this
+    rank's elements of a tensor that is sharded in another way (ZeRO), as a flat piece."""
 
     local: Tensor
+    """`[rows, ...]`, or `[elements]` of a piece."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
+    start: int | None = None
+    """Index of the first element of a flat piece; None for rows."""
+
+    def first_element(self, ranks: ParallelContext) -> int:
+        """Index in the flattened tensor of the first element that this rank has."""
+        if self.start is not None or not self.shape:
+            return self.start or 0
+        return ranks.rows(self.shape[0])[0] * torch.Size(self.shape[1:]).numel()
+
+    def part(self, ranks: ParallelContext) -> LocalPart:
+        """A copy of it in host memory, to be written. A flat piece is one of the flattened tensor."""
+        if self.start is not None:
+            return LocalPart(_copy_of(self.local), self.start, (torch.Size(self.shape).numel(),))
+        first = ranks.rows(self.shape[0])[0] if self.shape else 0
+        return LocalPart(_copy_of(self.local), first, self.shape)
 
 
 class CheckpointWriter:
@@ -60,7 +77,7 @@ class CheckpointWriter:
         """Waits for an earlier save, copies the state, and begins to write it in the background.
 
         Args:
-            sharded: tensors sharded by rows over the ranks.
+            sharded: tensors sharded over the ranks.
             whole: tensors that only this rank has, under names that no other rank uses.
             manifest: additional JSON values for the manifest; the same on all ranks.
 
@@ -71,8 +88,7 @@ class CheckpointWriter:
         self._count += 1
         parts: dict[str, LocalPart] = {}
         for name, rows in sharded.items() if self.ranks.replica == 0 else ():  # other replicas hold the same rows
-            first = self.ranks.rows(rows.shape[0])[0] if rows.shape else 0
-            parts[name] = LocalPart(_copy_of(rows.local), first, rows.shape)
+            parts[name] = rows.part(self.ranks)
         for name, tensor in whole.items():
             parts[name] = LocalPart(_copy_of(tensor), 0, tuple(tensor.shape))
         temporary = folder.with_name(f"{folder.name}.tmp-{self.generation}-{self._count}")
@@ -189,14 +205,13 @@ def load_checkpoint(
     index = (open_earlier_files if manifest["format"] == 1 else open_files)(folder, manifest)
     for name, rows in sharded.items():
         stored = index.tensors.get(name)
-        if stored is None or stored.shape != rows.shape:
+        if stored is None or stored.shape not in (tuple(rows.shape), (torch.Size(rows.shape).numel(),)):
             what = "does not have" if stored is None else f"has with shape {stored.shape}"
             raise CheckpointError(folder, f"belongs to another model: it {what} {name!r}, expected shape {rows.shape}")
     state = {name: torch.empty_like(rows.local, device="cpu") for name, rows in sharded.items()}
     state |= {name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.items() if name in index.tensors}
     for name, tensor in state.items():
-        shape = sharded[name].shape if name in sharded else ()
-        read_rows(folder, index, name, ranks.rows(shape[0])[0] if shape else 0, tensor)
+        read_elements(folder, index, name, sharded[name].first_element(ranks) if name in sharded else 0, tensor)
     with torch.no_grad():
         for name, rows in sharded.items():
             rows.local.copy_(state[name])

@@ -5,6 +5,7 @@ digest when it is read, and the index with its own.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -198,29 +199,30 @@ def open_files(folder: Path, manifest: dict[str, Any]) -> CheckpointIndex:
     return CheckpointIndex(values, tensors, read_part)
 
 
-def read_rows(folder: Path, index: CheckpointIndex, name: str, first: int, into: Tensor) -> None:
-    """Fills `into` with the rows of a tensor from index `first` on.
+def read_elements(folder: Path, index: CheckpointIndex, name: str, first: int, into: Tensor) -> None:
+    """Fills the contiguous `into`, in the order of its elements, with those of a tensor from index `first` on.
 
     Raises:
-        CheckpointError: a row is missing or damaged, or has another precision.
+        CheckpointError: an element is missing or damaged, or has another precision.
     """
-    last, filled = first + _row_count(into), 0
-    for part in index.tensors[name].parts:
-        start, end = max(first, part.first), min(last, part.first + part.rows)
+    flat, stored = into.view(-1), index.tensors[name]
+    width = math.prod(stored.shape[1:])
+    """Elements of a row."""
+    last, filled = first + flat.numel(), 0
+    for part in stored.parts:
+        begin = part.first * width
+        start, end = max(first, begin), min(last, begin + part.rows * width)
         if start >= end:
             continue
         rows = index.read_part(name, part)
-        if rows.dtype != into.dtype or rows.shape[1:] != into.shape[1:]:
+        if rows.dtype != into.dtype or rows.shape[1:] != stored.shape[1:]:
             raise CheckpointError(
-                folder, f"has {name!r} as {rows.dtype} {tuple(rows.shape)}, expected {into.dtype} {tuple(into.shape)}"
+                folder, f"has {name!r} as {rows.dtype} {tuple(rows.shape)}, expected {into.dtype} {stored.shape}"
             )
-        if into.ndim:
-            into[start - first : end - first] = rows[start - part.first : end - part.first]
-        else:
-            into.copy_(rows)
+        flat[start - first : end - first] = rows.reshape(-1)[start - begin : end - begin]
         filled += end - start
     if filled != last - first:
-        raise CheckpointError(folder, f"is damaged: {last - first - filled} rows of {name!r} are missing")
+        raise CheckpointError(folder, f"is damaged: {last - first - filled} elements of {name!r} are missing")
 
 
 def sync_file(path: Path) -> None:

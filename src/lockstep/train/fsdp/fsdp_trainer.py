@@ -22,9 +22,10 @@ from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import LocalRows
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
+from lockstep.train.checkpoints.random_state import random_state, set_random_state
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.errors import NonFinite
-from lockstep.train.fsdp.kept_forward import KeptForward
+from lockstep.train.forward.kept_forward import KeptForward
+from lockstep.train.forward.target_values import evaluate_each, target_values
 from lockstep.train.fsdp.merged_weights import MergedWeights
 from lockstep.train.fsdp.moving_reference import mix_into_reference, reference_rows
 from lockstep.train.fsdp.parallelize import (
@@ -37,7 +38,6 @@ from lockstep.train.fsdp.parallelize import (
     move_weights,
     parameter_dtype,
 )
-from lockstep.train.fsdp.sharded_model import evaluate_each, target_values
 from lockstep.train.lazy_weights import gather_buckets
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
 from lockstep.train.model_export import export_adapter, export_model
@@ -205,7 +205,7 @@ class FSDP2Trainer:
         )
         totals = ReducedMetrics(self.objective.metrics, vectors)
         try:
-            self._check_finite(totals)
+            totals.check_finite(self.optimizer.steps + 1)
             norm = totals.square_norm**0.5
             lr = self.learning_rate()
             clip_gradients(gradients, norm, self.role.trainer.max_grad_norm)
@@ -243,7 +243,7 @@ class FSDP2Trainer:
     def save(self, folder: Path) -> None:
         """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
         metadata = {**self._counts(), "model": self.role.model.path, **self.base_digests}
-        self.writer.save(folder, self._state(), self._random_state(), metadata)
+        self.writer.save(folder, self._state(), random_state(self.ranks), metadata)
 
     def saved(self) -> bool:
         """Returns whether the last `save` is complete on disk. Raises CheckpointError if it failed."""
@@ -257,7 +257,7 @@ class FSDP2Trainer:
             CheckpointError: the checkpoint is incomplete or belongs to another model; nothing was changed.
         """
         self._begin_load()
-        state, random = self._state(), self._random_state()
+        state, random = self._state(), random_state(self.ranks)
         inherited = read_manifest(folder).get(INHERITED)
         if inherited is not None:
             random = {}
@@ -273,7 +273,7 @@ class FSDP2Trainer:
         if inherited == "all":
             self.steps_before_run = self.optimizer.steps
         else:
-            self._set_random_state(random)
+            set_random_state(random, self.ranks)
 
     def _counts(self) -> dict[str, int]:
         before = {"steps_before_run": self.steps_before_run} if self.steps_before_run else {}
@@ -294,10 +294,10 @@ class FSDP2Trainer:
         with torch.no_grad():
             metadata = checkpoints.read(version, state)
         self._set_counts(metadata)
-        self._set_random_state(state)
+        set_random_state(state, self.ranks)
 
     def _full_state(self) -> dict[str, Tensor]:
-        return {name: rows.local for name, rows in self._state().items()} | self._random_state()
+        return {name: rows.local for name, rows in self._state().items()} | random_state(self.ranks)
 
     def export(self, folder: Path, added: Mapping[str, Any] = MappingProxyType({})) -> None:
         """See `Trainer`; in the compute precision. Rank 0 gathers one parameter at a time; the other ranks hold only
@@ -363,12 +363,6 @@ class FSDP2Trainer:
         outcome.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(outcome)
 
-    def _check_finite(self, totals: ReducedMetrics) -> None:
-        if totals.bad_microbatches:
-            raise NonFinite(self.optimizer.steps + 1, "loss", list(totals.bad_microbatches))
-        if totals.bad_gradients:
-            raise NonFinite(self.optimizer.steps + 1, "gradient", [(rank, None) for rank in totals.bad_gradients])
-
     def _rows(self) -> dict[str, Tensor]:
         return {name: local_shard(parameter) for name, parameter in self.trained_parameters.items()}
 
@@ -383,17 +377,6 @@ class FSDP2Trainer:
         if self.reference is not None and self.mixing is not None:
             state |= {f"{_REFERENCE}{name}": rows for name, rows in reference_rows(self.reference).items()}
         return state
-
-    def _random_state(self) -> dict[str, Tensor]:
-        state = {f"random.cpu.{self.ranks.rank}": torch.get_rng_state()}
-        if self.ranks.device.type == "cuda":
-            state[f"random.cuda.{self.ranks.rank}"] = torch.cuda.get_rng_state(self.ranks.device)
-        return state
-
-    def _set_random_state(self, state: Mapping[str, Tensor]) -> None:
-        torch.set_rng_state(state[f"random.cpu.{self.ranks.rank}"])
-        if self.ranks.device.type == "cuda":
-            torch.cuda.set_rng_state(state[f"random.cuda.{self.ranks.rank}"], self.ranks.device)
 
     def _models(self) -> list[PolicyModel]:
         return [self.policy] if self.reference is None else [self.policy, self.reference]

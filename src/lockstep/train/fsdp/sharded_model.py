@@ -1,75 +1,18 @@
-"""A sharded model as one rank evaluates it: the policy, its reference, or a model that is only served."""
+"""A sharded model that is only served, as one rank evaluates it."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.config.algorithm import ModelOutput
 from lockstep.config.serve_role import ServeRole
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
-from lockstep.models.policy_model import PolicyModel
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp.kept_forward import KeptForward
+from lockstep.train.forward.target_values import evaluate_each
 from lockstep.train.fsdp.parallelize import free_gathered, load_sharded_policy, move_weights, parameter_dtype
-from lockstep.watch.beacon.writer import current_beacon
-
-
-def target_values(
-    model: PolicyModel, batch: MicroBatch[Tensor], outputs: Sequence[ModelOutput], temperature: float, chunk: int
-) -> dict[ModelOutput, Tensor]:
-    """Returns the log-probabilities, and the entropies if they are among the outputs, `[targets]` each, under the
-    distribution that the engine samples from; of a model with a score head, the scores.
-
-    Args:
-        outputs: one kind of entropy at most.
-        temperature: divisor of the logits.
-        chunk: number of targets whose logits are computed at once.
-    """
-    renyi = "renyi_entropy" in outputs
-    values, entropy = model(
-        batch.tokens,
-        batch.layout(),
-        batch.sources,
-        batch.targets,
-        temperature=temperature,
-        chunk=chunk,
-        entropy="entropy" in outputs,
-        renyi_entropy=renyi,
-    )
-    if "scores" in outputs:
-        return {"scores": values}
-    kind: ModelOutput = "renyi_entropy" if renyi else "entropy"
-    return {"logprobs": values} if entropy is None else {"logprobs": values, kind: entropy}
-
-
-def evaluate_each(
-    model: PolicyModel,
-    microbatches: Sequence[MicroBatch[np.ndarray]],
-    outputs: Sequence[ModelOutput],
-    device: torch.device,
-    temperature: float,
-    chunk: int,
-    kept: KeptForward | None = None,
-) -> list[dict[str, np.ndarray]]:
-    """Computes the outputs of each micro-batch, float32 `[targets]`. Layers may stay gathered; see `free_gathered`.
-
-    Args:
-        kept: gets the forward passes of as many of the first micro-batches as it may have. They are computed last, so
-            that they need no memory while others are computed. All others are computed without gradients.
-    """
-    results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
-    for done, number in enumerate(reversed(range(len(microbatches))), start=1):
-        with torch.set_grad_enabled(kept is not None and number < kept.most):
-            values = target_values(model, microbatches[number].to(device), outputs, temperature, chunk)
-        if kept is not None and number < kept.most:
-            kept.add(microbatches[number], values)
-        results[number] = {name: values[name].detach().float().cpu().numpy() for name in outputs}
-        current_beacon().progress("microbatches", done, len(microbatches))
-    return results
 
 
 class FSDP2ServedModel:

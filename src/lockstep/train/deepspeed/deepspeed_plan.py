@@ -1,0 +1,109 @@
+"""The memory and the collectives of the DeepSpeed trainer, computed before any rank starts."""
+
+from typing import get_args
+
+from lockstep.config.algorithm import TrainerOutput
+from lockstep.config.train_role import TrainRole
+from lockstep.models.model_facts import ModelFacts
+from lockstep.train.deepspeed.deepspeed_library import require_deepspeed
+from lockstep.train.deepspeed.engine_settings import KIND, engine_settings, offloads_optimizer, zero_stage
+from lockstep.train.errors import TrainerUnsupported
+from lockstep.train.metric_reduction import metric_vector_size
+from lockstep.train.objective import make_objective
+from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner
+
+_REMEDY = "leave it out, or set {}=fsdp2"
+
+
+class DeepSpeedPlanner(TrainerPlanner):
+    """The planner of `DeepSpeedTrainer`."""
+
+    outputs = frozenset(get_args(TrainerOutput))
+    moves_reference = False
+
+    def check(self, role: TrainRole) -> None:
+        trainer, field = role.trainer, role.field("trainer.kind")
+        lacking = {
+            "model.adapter": role.model.adapter is not None,
+            "model.quantization": role.model.quantization is not None,
+            "trainer.replicas": trainer.replicas > 1,
+            "trainer.offload": trainer.offload.anything,
+            "trainer.compile": trainer.compile != "off",
+        }
+        for setting, is_set in lacking.items():
+            if is_set:
+                raise TrainerUnsupported(KIND, role.field(setting), _REMEDY.format(field))
+        if not trainer.reshard_after_forward and zero_stage(role) == 3:
+            setting = f"{role.field('trainer.reshard_after_forward')} false at stage 3"
+            raise TrainerUnsupported(KIND, setting, "stage 3 frees gathered parameters: leave it out, or set stage 2")
+        dtype = role.model.dtype
+        # Which precision `auto` is depends on the ranks' devices: they compare it themselves.
+        for each in ("float32", "bfloat16") if dtype == "auto" else (dtype,):
+            try:
+                engine_settings(role, each, hidden=1)
+                break
+            except TrainerUnsupported:
+                if each != "float32" or dtype != "auto":
+                    raise
+        require_deepspeed(field)
+
+    def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
+        """Estimates the bytes of one rank (Rajbhandari et al. 2020, section 3.1). Beside the parameters in compute
+        precision, DeepSpeed keeps fp32 master weights, except at stage 0, and gradients in compute precision.
+
+        Activations follow Korthikanti et al. 2022 (eq. 2), as for FSDP2.
+        """
+        trainer, stage, ranks = role.trainer, zero_stage(role), role.trainer.ranks
+        width, size = DTYPE_BYTES[model.dtype], model.parameters
+        held = size // ranks
+        parts = {
+            "weights": width * (held if stage == 3 else size),
+            "master weights": 0 if stage == 0 else 4 * held,
+            "gradients": width * (held if stage >= 2 else size),
+            "optimizer": 8 * (held if stage else size),
+        }
+        if offloads_optimizer(role):
+            parts |= {"master weights": 0, "optimizer": 0}
+        if stage == 3 and ranks > 1:
+            parts["gathered"] = width * (model.root + 2 * model.largest_layer)
+        per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
+        parts["activations"] = token_budget * per_token
+        parts["logits"] = 0 if role.model.head == "score" else 3 * trainer.head_chunk * model.vocabulary * 4
+        if role.holds_reference:
+            parts["reference"] = width * (held if stage == 3 else size)
+        return parts
+
+    def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int:
+        """Returns the bytes of fp32 weights and two Adam moments; of every rank at stage 0."""
+        return 2 * 12 * model.parameters * (1 if zero_stage(role) else role.trainer.ranks)
+
+    def collectives(self, role: TrainRole, model: ModelFacts, updates: int, publishes: bool) -> list[PlannedCollective]:
+        if role.trainer.ranks == 1:
+            return []
+        width, stage = DTYPE_BYTES[model.dtype], zero_stage(role)
+        metrics = metric_vector_size(make_objective(role.objective).metrics)
+        size = width * model.parameters
+        found = [PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics)", 8 * metrics)]
+        if stage == 3:
+            found += [
+                PlannedCollective(
+                    "all_gather",
+                    "trainer",
+                    "for each module of each micro-batch, by DeepSpeed",
+                    width * model.largest_layer,
+                ),
+                PlannedCollective(
+                    "reduce_scatter",
+                    "trainer",
+                    "for each bucket of gradients, by DeepSpeed",
+                    width * model.largest_layer,
+                ),
+            ]
+            return found
+        how = "per micro-batch" if stage == 2 else "per optimizer step"
+        found.append(
+            PlannedCollective("all_reduce" if stage < 2 else "reduce", "trainer", f"buckets of gradients, {how}", size)
+        )
+        if stage:
+            found.append(PlannedCollective("all_gather", "trainer", f"{updates} (updated weights, in buckets)", size))
+        return found

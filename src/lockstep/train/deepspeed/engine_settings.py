@@ -1,0 +1,231 @@
+"""The settings of a DeepSpeed engine: those of a DeepSpeed JSON file, completed and compared with the run's config.
+
+`"auto"` values are filled as transformers' Trainer does (transformers.integrations.deepspeed). A value that contradicts
+the run's config is refused. Imports nothing of DeepSpeed.
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from lockstep.config.train_role import TrainRole
+from lockstep.train.errors import TrainerUnsupported
+
+AUTO = "auto"
+KIND = "deepspeed"
+DEFAULT_STAGE = 2
+_STAGES = (0, 1, 2, 3)
+
+_PASSED = frozenset({
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "data_types",
+    "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+})  # fmt: skip
+"""Settings that DeepSpeed gets unchanged."""
+_FILLED = frozenset({
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
+    "fp16", "optimizer", "scheduler", "zero_optimization",
+})  # fmt: skip
+_ZERO = frozenset({
+    "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
+    "allgather_partitions", "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "elastic_checkpoint",
+    "offload_param", "offload_optimizer", "sub_group_size", "cpu_offload", "cpu_offload_param",
+    "cpu_offload_use_pin_memory", "prefetch_bucket_size", "stage3_prefetch_bucket_size", "param_persistence_threshold",
+    "stage3_param_persistence_threshold", "model_persistence_threshold", "stage3_model_persistence_threshold",
+    "max_live_parameters", "stage3_max_live_parameters", "max_reuse_distance", "stage3_max_reuse_distance",
+    "gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save", "module_granularity_threshold", "stage3_module_granularity_threshold",
+    "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", "allgather_sequential",
+    "stage3_allgather_sequential", "ignore_unused_parameters", "round_robin_gradients", "memory_efficient_linear",
+    "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings",
+})  # fmt: skip
+_ZERO_LACKING = {
+    "zero_quantized_weights": "DeepSpeed's kernels for quantized communication are not tested with it",
+    "zero_quantized_gradients": "DeepSpeed's kernels for quantized communication are not tested with it",
+    "zero_quantized_nontrainable_weights": "DeepSpeed's kernels for quantized communication are not tested with it",
+    "mics_shard_size": "the parts of MiCS are not known to its checkpoints",
+    "mics_hierarchical_params_gather": "the parts of MiCS are not known to its checkpoints",
+    "zero_hpz_partition_size": "a second copy of the parameters is not tested with it",
+    "zenflow": "its optimizer state is not known to its checkpoints",
+    "leaf_module": "leaf modules lose gradients of some models",
+}
+
+
+def engine_settings(role: TrainRole, dtype: str, hidden: int) -> dict[str, Any]:
+    """Returns the settings of the role's engine, complete, without `optimizer` and `scheduler`: the trainer makes them.
+
+    Args:
+        dtype: precision of forward and backward, such as `bfloat16`.
+        hidden: size of the model's hidden states, from which bucket sizes follow.
+
+    Raises:
+        TrainerUnsupported: a setting contradicts the run's config, or is not supported. It names both values.
+    """
+    given = dict(role.trainer.deepspeed or {})
+    settings = _Settings(role, given)
+    settings.check_names()
+    trainer = role.trainer
+    clipping = trainer.max_grad_norm or 0.0
+    settings.check("gradient_clipping", given.get("gradient_clipping", AUTO), "max_grad_norm", clipping)
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        settings.check_batch(name)
+    settings.check_precision(dtype)
+    settings.check_optimizer()
+    settings.check_scheduler()
+    zero = settings.zero(hidden)
+    return {
+        **{name: value for name, value in given.items() if name in _PASSED and value != AUTO},
+        **({"zero_force_ds_cpu_optimizer": False} if _offloads(zero, "offload_optimizer") else {}),
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # the trainer says which micro-batch of a step is the last
+        "gradient_clipping": clipping,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+    }
+
+
+def zero_stage(role: TrainRole) -> int:
+    """Returns the stage of ZeRO that the role's settings ask for. Raises TrainerUnsupported."""
+    return _Settings(role, dict(role.trainer.deepspeed or {})).stage()
+
+
+def offloads_optimizer(role: TrainRole) -> bool:
+    """Whether the optimizer's state stays in host memory."""
+    return _offloads((role.trainer.deepspeed or {}).get("zero_optimization", {}), "offload_optimizer")
+
+
+class _Settings:
+    """A role's DeepSpeed settings, compared with the rest of its config."""
+
+    def __init__(self, role: TrainRole, given: Mapping[str, Any]) -> None:
+        self.role, self.given = role, given
+
+    def check_names(self) -> None:
+        known = sorted(_PASSED | _FILLED)
+        for name in self.given:
+            if name not in known:
+                raise self._unsupported(name, _nearest(name, known))
+        for name in self._section("zero_optimization"):
+            path = f"zero_optimization.{name}"
+            if name in _ZERO_LACKING:
+                value = self._section("zero_optimization")[name]
+                if value is True or value not in (False, None, -1, 1, AUTO):
+                    raise self._unsupported(path, f"{_ZERO_LACKING[name]}: leave it out")
+            elif name not in _ZERO:
+                raise self._unsupported(path, _nearest(name, sorted(_ZERO)))
+
+    def check(self, name: str, value: Any, field: str, own: Any) -> None:
+        """Raises TrainerUnsupported if a value is neither `auto` nor that of the run's field."""
+        if value in (AUTO, own) or _equal(value, own):
+            return
+        path, where = self.role.field(f"trainer.deepspeed.{name}"), self.role.field(f"trainer.{field}")
+        remedy = f"they must agree: set {path} to auto or {own!r}, or set {where}={value!r}"
+        raise TrainerUnsupported(KIND, f"{path} {value!r} with {where} {own!r}", remedy)
+
+    def check_batch(self, name: str) -> None:
+        """Rows have as many tokens as `token_budget` says, and the ranks take as many rows as the batch needs."""
+        value = self.given.get(name, AUTO)
+        if value != AUTO and (value != 1 or name == "train_batch_size"):
+            remedy = "rows are packed up to token_budget, and the recipe sets the batch: set it to auto or leave it out"
+            raise self._unsupported(f"{name} {value!r}", remedy)
+
+    def check_precision(self, dtype: str) -> None:
+        if dtype == "float16":
+            field = self.role.field("model.dtype")
+            raise TrainerUnsupported(KIND, f"{field} float16", f"set {field} to bfloat16 or float32")
+        if self.stage() == 0 and dtype == "bfloat16":
+            setting = f"{self.role.field('model.dtype')} bfloat16 at stage 0"
+            path = self.role.field("trainer.deepspeed.zero_optimization.stage")
+            raise TrainerUnsupported(KIND, setting, f"its master weights need a stage: set {path} to 1, 2 or 3")
+        enabled = self._section("fp16").get("enabled", AUTO)
+        if enabled not in (AUTO, False):
+            remedy = "its loss scaling skips steps: set fp16.enabled to false or auto, and model.dtype to bfloat16"
+            raise self._unsupported(f"fp16.enabled {enabled!r}", remedy)
+        half = dtype == "bfloat16"
+        enabled = self._section("bf16").get("enabled", AUTO)
+        if enabled not in (AUTO, half):
+            path, where = self.role.field("trainer.deepspeed.bf16.enabled"), self.role.field("model.dtype")
+            wanted = "bfloat16" if enabled else "float32"
+            remedy = f"they must agree: set {path} to auto, or {where}={wanted}"
+            raise TrainerUnsupported(KIND, f"{path} {enabled!r} with {where} {dtype}", remedy)
+
+    def check_optimizer(self) -> None:
+        section, own = self._section("optimizer"), self.role.trainer.optimizer
+        if (kind := section.get("type", "AdamW")) not in ("AdamW", "Adam"):
+            raise self._unsupported(f"optimizer.type {kind!r}", "the trainer's optimizer is AdamW: set it to AdamW")
+        values = {"lr": own.lr, "betas": list(own.betas), "eps": own.eps, "weight_decay": own.weight_decay}
+        for name, value in self._section("optimizer", "params").items():
+            if name in values:
+                self.check(f"optimizer.params.{name}", value, f"optimizer.{name}", values[name])
+            elif name not in ("torch_adam", "adam_w_mode", "bias_correction") or value is False:
+                raise self._unsupported(f"optimizer.params.{name}", "leave it out")
+
+    def check_scheduler(self) -> None:
+        for name, value in self._section("scheduler", "params").items():
+            if value != AUTO:
+                schedule = self.role.field("trainer.schedule")
+                remedy = f"the learning rate follows {schedule}: set it to auto, or leave scheduler out"
+                raise self._unsupported(f"scheduler.params.{name} {value!r}", remedy)
+
+    def stage(self) -> int:
+        stage = self._section("zero_optimization").get("stage", DEFAULT_STAGE)
+        if stage not in _STAGES or isinstance(stage, bool):
+            raise self._unsupported(f"zero_optimization.stage {stage!r}", "set it to 0, 1, 2 or 3")
+        return int(stage)
+
+    def zero(self, hidden: int) -> dict[str, Any]:
+        """The section `zero_optimization`, with sizes as transformers computes them. Other `auto` values are left out:
+        DeepSpeed's defaults."""
+        given, stage = self._section("zero_optimization"), self.stage()
+        filled = {"reduce_bucket_size": hidden * hidden}
+        if stage == 3:
+            filled |= {
+                "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+                "stage3_param_persistence_threshold": 10 * hidden,
+            }
+        for place in ("offload_optimizer", "offload_param"):
+            self._check_offload(place, stage)
+        known = {name: value for name, value in given.items() if value != AUTO and name not in _ZERO_LACKING}
+        autos = {name: value for name, value in filled.items() if given.get(name) == AUTO}
+        return {**known, **autos, "stage": stage}
+
+    def _check_offload(self, place: str, stage: int) -> None:
+        section = self._section("zero_optimization", place)
+        device = section.get("device", "none")
+        if device not in ("none", None, "cpu"):
+            remedy = "it would need DeepSpeed's operation async_io: set it to cpu or none"
+            raise self._unsupported(f"zero_optimization.{place}.device {device!r}", remedy)
+        lowest = {"offload_optimizer": 1, "offload_param": 3}[place]
+        if device == "cpu" and stage < lowest:
+            remedy = f"it needs stage {lowest} or more: set the stage, or leave it out"
+            raise self._unsupported(f"zero_optimization.{place} at stage {stage}", remedy)
+
+    def _section(self, *path: str) -> Mapping[str, Any]:
+        found: Any = self.given
+        for name in path:
+            found = found.get(name) or {}
+            if not isinstance(found, Mapping):
+                where = ".".join(path)
+                raise self._unsupported(f"{where} {found!r}", "it must be a JSON object")
+        return found  # type: ignore[no-any-return]
+
+    def _unsupported(self, setting: str, remedy: str) -> TrainerUnsupported:
+        return TrainerUnsupported(KIND, self.role.field(f"trainer.deepspeed.{setting}"), remedy)
+
+
+def _offloads(zero: Mapping[str, Any], place: str) -> bool:
+    return (zero.get(place) or {}).get("device") == "cpu"
+
+
+def _equal(value: Any, own: Any) -> bool:
+    try:
+        given, expected = (list(each) if isinstance(each, (list, tuple)) else [each] for each in (value, own))
+        return [float(each) for each in given] == [float(each) for each in expected]
+    except (TypeError, ValueError):
+        return False
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else "leave it out"

@@ -1,0 +1,64 @@
+"""Loads the models of a rank: the one that is trained, and its reference."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from lockstep.config.train_role import TrainRole
+from lockstep.models.hf_checkpoint import fill_policy, resolve_folder
+from lockstep.models.model_loader import load_policy, resolve_dtype
+from lockstep.models.packing_probe import probe_fused_decoder
+from lockstep.models.policy_model import PolicyModel
+from lockstep.train.decoder_layers import prepare_layers
+from lockstep.train.deepspeed.deepspeed_library import make_engine
+from lockstep.train.distributed import ParallelContext
+
+
+def load_model(role: TrainRole, ranks: ParallelContext, stage: int, seed: int | None = None) -> PolicyModel:
+    """Loads the role's model.
+
+    Args:
+        seed: seed of a new score head; None if the head must be in the checkpoint.
+
+    Raises:
+        ModelError: the model cannot be used, or its checkpoint does not match it.
+    """
+    compute = resolve_dtype(role.model.dtype, ranks.device)
+    policy = load_policy(role.model, ranks.device, meta=True, dtype=compute)
+    # Stage 2 puts gradients into its buckets in the order in which the backward pass computes them. With fused layers
+    # it depends on the row, and ranks would add gradients of different parameters. Stage 3 gathers the parameters of a
+    # module when it is called, and fused layers do not call their modules.
+    fuse = stage < 2
+    prepare_layers(policy, role.trainer, ranks.device, compute, fuse)
+    folder = resolve_folder(role.model.path, role.model.revision)
+    fill_policy(policy, folder, ranks.device, (ranks.rank, ranks.world), head_seed=seed)
+    if fuse:
+        probe_fused_decoder(policy)
+    return policy
+
+
+class Reference:
+    """The frozen reference: sharded at stage 3, else a copy on each rank.
+
+    Args:
+        settings: of the engine of the trained model.
+    """
+
+    def __init__(self, role: TrainRole, ranks: ParallelContext, stage: int, settings: Mapping[str, Any]) -> None:
+        self.policy = load_model(role, ranks, stage).requires_grad_(False)
+        self._engine = make_engine(ranks, self.policy, settings) if stage == 3 else None
+        if stage == 3:
+            register_head(self.policy)
+
+    def close(self) -> None:
+        """Releases DeepSpeed's engine."""
+        if self._engine is not None:
+            self._engine.destroy()
+
+
+def register_head(policy: PolicyModel) -> None:
+    """Has stage 3 gather the head's weight for the forward of the whole model, which uses it without a call of the
+    head's module."""
+    zero = import_module("deepspeed.runtime.zero.partition_parameters")
+    for parameter in policy.head.parameters():
+        zero.register_external_parameter(policy, parameter)

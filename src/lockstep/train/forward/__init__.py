@@ -1,0 +1,1 @@
+"""The forward passes of every kind of trainer: a model's outputs for targets, evaluations, and what is kept of them."""

@@ -1,0 +1,166 @@
+"""DeepSpeed JSON files of other projects, and what contradicts a run's config."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.errors import ConfigError
+from lockstep.config.loader import check_config
+from lockstep.config.train_role import TrainRole
+from lockstep.train.deepspeed.engine_settings import engine_settings, zero_stage
+from lockstep.train.errors import TrainerUnsupported
+
+AUTO_BATCH = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+ADAMW = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+FP16 = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
+ZERO3_AUTO = {
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+}
+R1_ZERO2 = {
+    **AUTO_BATCH,
+    "fp16": FP16,
+    "bf16": {"enabled": "auto"},
+    "optimizer": ADAMW,
+    "zero_optimization": {
+        "stage": 2, "offload_optimizer": {"device": "none", "pin_memory": True}, "allgather_partitions": True,
+        "allgather_bucket_size": 2e8, "overlap_comm": False, "reduce_scatter": True, "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+    },
+    "steps_per_print": 100, "wall_clock_breakdown": False,
+}  # fmt: skip
+R1_ZERO3 = {
+    **AUTO_BATCH,
+    "fp16": FP16,
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_param": {"device": "none", "pin_memory": True}, "overlap_comm": True, "contiguous_gradients": True,
+        "sub_group_size": 1e9, **ZERO3_AUTO, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "steps_per_print": 100, "wall_clock_breakdown": False,
+}  # fmt: skip
+R1_ZERO3_OFFLOAD = {
+    **AUTO_BATCH,
+    "fp16": FP16,
+    "bf16": {"enabled": "auto"},
+    "optimizer": ADAMW,
+    "zero_optimization": {
+        "stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True}, "overlap_comm": True, "contiguous_gradients": True,
+        "sub_group_size": 1e9, **ZERO3_AUTO, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "gather_16bit_weights_on_model_save": True,
+    },
+}  # fmt: skip
+OPENRLHF = {
+    "steps_per_print": 100,
+    "zero_optimization": {
+        "stage": 2, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none", "pin_memory": True},
+        "sub_group_size": "auto", "stage3_max_live_parameters": "auto", "stage3_max_reuse_distance": "auto",
+        **ZERO3_AUTO, "zero_hpz_partition_size": 1, "zero_quantized_weights": False,
+        "zero_quantized_gradients": False, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True,
+    },
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "data_types": {"grad_accum_dtype": "fp32"},
+}  # fmt: skip
+FILES = {"r1 zero2": R1_ZERO2, "r1 zero3": R1_ZERO3, "r1 zero3_offload": R1_ZERO3_OFFLOAD, "openrlhf": OPENRLHF}
+"""Written anew from the keys that VLM-R1 and OpenRLHF document."""
+
+
+def role_of(deepspeed: Any = None, **trainer: Any) -> TrainRole:
+    values = {
+        "recipe": "sft", "name": "a", "steps": 3, "model": {"path": "m"}, "data": {"path": "d.jsonl"},
+        "trainer": {"kind": "deepspeed", "deepspeed": deepspeed, **trainer},
+    }  # fmt: skip
+    return check_config(values, "run.yaml").policy  # type: ignore[attr-defined,no-any-return]
+
+
+def leaves(values: Any) -> list[Any]:
+    if isinstance(values, dict):
+        return [leaf for each in values.values() for leaf in leaves(each)]
+    return [values]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_other_projects_are_taken_as_they_are(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FILES[name]))
+    found = engine_settings(role_of(str(path)), "bfloat16", hidden=64)
+    assert "auto" not in leaves(found)
+    assert found["bf16"] == {"enabled": True}
+    assert found["gradient_clipping"] == 1.0
+    assert (found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]) == (1, 1)
+    zero = found["zero_optimization"]
+    assert zero["stage"] == FILES[name]["zero_optimization"]["stage"] == zero_stage(role_of(str(path)))
+    if "zero3" in name:  # transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.trainer_config_finalize
+        assert zero["reduce_bucket_size"] == 64 * 64
+        assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 64 * 64)
+        assert zero["stage3_param_persistence_threshold"] == 640
+    assert found.get("zero_force_ds_cpu_optimizer", True) is ("offload" not in name)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gradient_clipping": 0.5}, "trainer.deepspeed.gradient_clipping 0.5 with trainer.max_grad_norm 1.0"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            "params.lr 0.001 with trainer.optimizer.lr",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
+            "[0.9, 0.95] with trainer.optimizer",
+        ),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type 'Muon'"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "follows trainer.schedule"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled True with model.dtype float32"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled True"),
+        ({"train_batch_size": 64}, "train_batch_size 64"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps 4"),
+        ({"zero_optimisation": {}}, "did you mean zero_optimization?"),
+        ({"zero_optimization": {"stage": 4}}, "stage 4; set it to 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean overlap_comm?"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device 'nvme'"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param at stage 2"),
+        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        ({"zero_optimization": 3}, "it must be a JSON object"),
+    ],
+)
+def test_what_contradicts_the_run_is_refused_with_both_values(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TrainerUnsupported) as caught:
+        engine_settings(role_of(given), "float32", hidden=64)
+    assert message in str(caught.value)
+
+
+def test_values_that_agree_are_taken() -> None:
+    given = {"gradient_clipping": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}}}
+    role = role_of(given, max_grad_norm=2.0, optimizer={"lr": 1e-4, "betas": [0.9, 0.95]})
+    assert engine_settings(role, "float32", hidden=64)["gradient_clipping"] == 2.0
+
+
+def test_stage_0_has_no_master_weights_for_bfloat16() -> None:
+    with pytest.raises(TrainerUnsupported, match="bfloat16 at stage 0"):
+        engine_settings(role_of({"zero_optimization": {"stage": 0}}), "bfloat16", hidden=64)
+
+
+def test_settings_need_the_kind_and_a_file_that_can_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no effect with kind fsdp2"):
+        role_of({}, kind="fsdp2")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        role_of(str(tmp_path / "missing.json"))
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        role_of(str(broken))
