@@ -41,7 +41,8 @@ def project(tmp_path: Path) -> Path:
     tests = tmp_path / "tests"
     tests.mkdir()
     shutil.copy(SCRIPT, tests / "full.py")
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['slow: x', 'ray: x', 'vllm: x']\n")
+    marks = ["slow: x", "ray: x", "vllm: x", "deepspeed: x"]
+    (tmp_path / "pyproject.toml").write_text(f"[tool.pytest.ini_options]\nmarkers = {marks}\n")
     (tests / "test_suite.py").write_text(SUITE)
     (tests / "test_other.py").write_text(OTHER)
     return tmp_path
