@@ -83,10 +83,12 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
     done = int((members.completed[rows] >= seq).sum())
     if not done:
         return _kept_from_starting(context, graph, node)
-    call, _ = context.call(int(graph.communicator[node]), seq)
-    needs_all = (
-        needs_all_members(call.operation) if call else _usually_needs_all(context, int(graph.communicator[node]))
-    )
+    communicator = int(graph.communicator[node])
+    call, _ = context.call(communicator, seq)
+    if call is not None:
+        needs_all = needs_all_members(call.operation)
+    else:
+        needs_all = _is_of_dumps(context) and _usually_needs_all(context, communicator)
     is_transfer = call is not None and call.operation == TRANSFER
     if not waiters or not (done > len(waiters) or needs_all or is_transfer):
         return None
@@ -133,7 +135,8 @@ def _others_have(count: int) -> str:
 
 
 def _usually_needs_all(context: DiagnosisContext, communicator: int) -> bool:
-    """Whether calls of a communicator are known, and all of them need all members."""
+    """Whether calls of a communicator are known, and all of them need all members. Only dumps show all kinds of calls;
+    beacons lack those from C++, such as the broadcasts of DDP's buffers."""
     calls = context.evidence.calls
     own = context.pending.communicator[calls.membership] == communicator
     known = [calls.by_signature.get(each) for each in np.unique(calls.signature[own]).tolist()]
@@ -171,8 +174,10 @@ def _may_have_stopped(context: DiagnosisContext, graph: WaitGraph, node: int) ->
 
 
 def _only_suspect(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
-    """A hypothesis about the only member of a collective whose device may have stopped; None if there are several, or
-    if none may have."""
+    """A hypothesis about the only member of a collective whose device may have stopped; None if there are several, if
+    none may have, or if the evidence is no dump: only dumps show what the devices have ended since."""
+    if not _is_of_dumps(context):
+        return None
     waiters, suspects = graph.waiters(node), _may_have_stopped(context, graph, node)
     if len(suspects) != 1 or len(waiters) < 2:
         return None

@@ -81,3 +81,19 @@ def test_of_a_pipeline_only_the_stage_that_has_not_started_is_held_up() -> None:
     issued, started = [60.0, 60.0, 60.0, 60.0, 59.9, 60.0], [7, 6, 6, 7, 6, 7]
     job = on_device(snapshot(policy(4), pairs), issued, started)
     check(diagnose(job), VerdictKind.DEVICE_LAG, ["policy-1"])
+
+
+def test_a_root_that_has_completed_a_call_of_unknown_kind_accuses_no_waiting_member() -> None:
+    """#8 is a broadcast from C++, which beacons do not describe: its root may complete it while the others wait."""
+    world = Group("world", [0, 1, 2, 3], [8] * 4, [8, 7, 7, 7])
+    world.calls = {(process, 7): (CollectiveCall("all_reduce", "[4]", "float32"), "") for process in range(4)}
+    verdicts = diagnose(on_device(snapshot(policy(4), [world]), [NAN, 60.0, 60.0, 60.0]))
+    assert [each.kind for each in verdicts if each.culprits] == []
+    check(verdicts, VerdictKind.IN_FLIGHT, [])
+
+
+def test_the_only_member_whose_start_is_unknown_is_not_accused() -> None:
+    """Beacons do not say what a device has ended since, so that it may have started."""
+    world = Group("world", [0, 1, 2], [8] * 3, [7] * 3)
+    job = on_device(snapshot(policy(3), [world]), [60.0] * 3, [8, UNKNOWN, 8])
+    check(diagnose(job), VerdictKind.IN_FLIGHT, [])
