@@ -320,15 +320,26 @@ def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
     found = []
     for (role, name), joined in rendezvous.items():
         edges = [edge for _, edge in joined]
-        texts = {edge.member_list: f"ranks {edge.members}" for edge in edges if edge.member_list >= 0}
-        ready = {p: texts.get(made, OTHER_RANKS) for p, made in _created_by(context, name, role).items()}
-        lists = {**ready, **{edge.process: f"ranks {edge.members}" for edge in edges}}
         awaited = {each for edge in edges for each in edge.on} | {edge.process for edge in edges}
-        if len({lists[p] for p in awaited & lists.keys()}) > 1 and any(graph.stalled[node] for node, _ in joined):
+        lists = {p: made for p, made in _lists_of(context, name, role, edges).items() if p in awaited}
+        if len(set(lists.values())) > 1 and any(graph.stalled[node] for node, _ in joined):
             size = max(len(edge.members.split(",")) for edge in edges)
-            hypothesis = _rendezvous_hypothesis(name, lists, size, joined[0][0])
+            texts: dict[object, str] = {_list_of(edge): f"ranks {edge.members}" for edge in edges}
+            hypothesis = _rendezvous_hypothesis(name, lists, texts, size, joined[0][0])
             found.append(replace(hypothesis, since=min(edge.since for edge in edges)))
     return found
+
+
+def _lists_of(context: DiagnosisContext, rendezvous: str, role: str, edges: Sequence[WaitEdge]) -> dict[int, int | str]:
+    """The member lists of the processes that are in a rendezvous or have left it: numbers, which are compared with each
+    other, or texts if a wait has no number."""
+    joining = {edge.process: _list_of(edge) for edge in edges}
+    numbered = all(edge.member_list >= 0 for edge in edges)
+    return {**(_created_by(context, rendezvous, role) if numbered else {}), **joining}
+
+
+def _list_of(edge: WaitEdge) -> int | str:
+    return edge.member_list if edge.member_list >= 0 else edge.members
 
 
 def _created_by(context: DiagnosisContext, rendezvous: str, role: str) -> dict[int, int]:
@@ -344,12 +355,17 @@ def _created_by(context: DiagnosisContext, rendezvous: str, role: str) -> dict[i
     return found
 
 
-def _rendezvous_hypothesis(name: str, lists: Mapping[int, str], size: int, node: int) -> Hypothesis:
+def _rendezvous_hypothesis(
+    name: str, lists: Mapping[int, int | str], texts: Mapping[object, str], size: int, node: int
+) -> Hypothesis:
+    """`lists` holds the list of each process, `texts` the lists of which more than the number is known."""
     processes = list(lists)
     vote = _vote(list(lists.values()), size)
     wrong = {processes[position] for position in vote.wrong}
-    others = f", but the others with {vote.most}" if vote.most is not None else ""
-    text = f"creates {name} with {' and '.join(sorted({lists[each] for each in wrong}))}{others}"
+    others = f", but the others with {texts.get(vote.most, OTHER_RANKS)}" if vote.most is not None else ""
+    text = (
+        f"creates {name} with {' and '.join(sorted({texts.get(lists[each], OTHER_RANKS) for each in wrong}))}{others}"
+    )
     return replace(_membership_hypothesis(vote, text, wrong, node, of=len(processes)), others=tuple(processes))
 
 

@@ -345,6 +345,28 @@ def test_a_member_that_has_created_a_communicator_with_its_own_list_is_the_culpr
         assert all(said in each.explanation and each.confidence >= 0.8 for each in found)
 
 
+def meeting(lists: dict[int, tuple[int, str]], created: dict[int, int]) -> list[tuple[list[str], float]]:
+    """The culprits of mismatches and their confidence. `lists` are the member lists with which processes wait in a
+    rendezvous, `created` those with which others have created the communicator."""
+    edges = [
+        wait(p, *{*map(int, text.split(", "))} - {p}, kind="rendezvous", rendezvous="late", members=text, member_list=n)
+        for p, (n, text) in lists.items()
+    ]
+    group = Group("late", [*created], [1] * len(created), [1] * len(created), ranks=[*created.values()])
+    taken = snapshot(policy(5), [group], edges)
+    about = [replace(taken.communicators.info[0], rendezvous="late")]
+    verdicts = diagnose(replace(taken, communicators=replace(taken.communicators, info=about)))
+    return [(sorted(names(each)), each.confidence) for each in verdicts if each.kind is VerdictKind.MISMATCH]
+
+
+def test_two_unknown_member_lists_that_differ_are_no_majority() -> None:
+    assert meeting({2: (9, "0, 1, 2")}, {0: 7, 1: 8}) == [(["policy-0", "policy-1", "policy-2"], 0.45)]
+
+
+def test_processes_that_nobody_awaits_have_no_vote_on_a_member_list() -> None:
+    assert meeting({0: (9, "0, 1"), 1: (5, "0, 1, 4")}, {2: 5, 3: 5}) == [(["policy-0", "policy-1"], 0.45)]
+
+
 def test_a_process_ended_by_its_launcher_is_no_culprit() -> None:
     """torchrun ends all others with SIGTERM when one has failed."""
     ended = ProcessNote(error="ended by SIGTERM from outside", cause="external_kill")
