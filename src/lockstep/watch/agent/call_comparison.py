@@ -2,28 +2,35 @@
 
 A backend may pair different calls silently (gloo does with a larger broadcast, or another root): then nothing stalls,
 and the results are wrong. The newest calls in a report show such a difference only for a moment; this comparison reads
-every call of the rings, in the agent, without cost for the ranks.
+the rings, in the agent, without cost for the ranks. It misses calls that are overwritten between two updates (more than
+256 on a communicator, or fewer while the busy communicators of the host have more than `MOST_READ` together).
 
 Only what proves a difference counts: calls that are the same one by c10d's number and by the number of calls from
 Python, of running members, on communicators whose numbers are certain. Signatures leave out what may differ.
 """
 
+import logging
 import os
+import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.base.folders import open_own_file
 from lockstep.watch.agent.process_monitor import ProcessState
-from lockstep.watch.beacon.beacon_records import CallRecord, CommunicatorRecord
+from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, CallRecord, CommunicatorRecord
 from lockstep.watch.beacon.call_follower import CallFollower, FollowedCall
 from lockstep.watch.beacon.reader import read_calls
 from lockstep.watch.diagnosis.evidence_types import Liveness
 
-KEPT_CALLS = 1024
-"""Calls that are kept for each member; members further apart than this are not compared."""
+log = logging.getLogger(__name__)
+
+KEPT_CALLS = CALLS_PER_RING
+"""Calls that are kept for each member, up to twice as many for a while; members further apart are not compared."""
+MOST_READ = 8192
+"""Calls that one update reads, about 20 ms of CPU; the next update begins with the communicator after them."""
 SHOWN_CALLS = 8
 """Calls of each member that are reported, from the first difference on."""
 PATIENCE_S = 2.0
@@ -66,7 +73,13 @@ class CallComparison:
         self._members: dict[MemberKey, _FollowedMember] = {}
         self._usual: dict[int, dict[int, FollowedCall]] = {}
         """For each communicator, by its identity, the first known call of each sequence number."""
+        self._compared: dict[int, set[MemberKey]] = {}
+        """The members that made these calls."""
         self._differences: dict[int, _Difference] = {}
+        self._unread = MOST_READ
+        """Calls that this update may still read."""
+        self._next = 0
+        """The identity of the communicator that the last update did not reach."""
 
     @property
     def found_difference(self) -> bool:
@@ -76,15 +89,17 @@ class CallComparison:
     def update(self, memberships: Iterable[Membership]) -> None:
         """Reads and compares the calls since the last update."""
         communicators: dict[int, list[Membership]] = {}
+        given = set[MemberKey]()
         for process, record in memberships:
+            given.add(_member_key(process, record))
             if record.pair is None and not record.blind and process.liveness is Liveness.RUNNING:
                 communicators.setdefault(record.identity, []).append((process, record))
         compared = {identity: each for identity, each in communicators.items() if len(each) > 1}
-        self._forget(communicators)
+        self._forget({_member_key(*each) for members in communicators.values() for each in members}, given)
         descriptors: dict[Path, int] = {}
         try:
-            for identity, members in compared.items():
-                self._compare(identity, members, descriptors)
+            for identity in self._in_turn(list(compared)):
+                self._compare(identity, compared[identity], descriptors)
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
@@ -94,29 +109,49 @@ class CallComparison:
         found = self._differences.get(record.identity)
         return () if found is None or found.shown is None else found.shown.get(_member_key(process, record), ())
 
-    def _forget(self, communicators: Mapping[int, Sequence[Membership]]) -> None:
-        """Forgets members that have ended or closed their communicator. A reported difference remains."""
-        present = {_member_key(*each) for members in communicators.values() for each in members}
+    def _in_turn(self, identities: list[int]) -> Iterator[int]:
+        """The communicators to compare, beginning with the one that the last update did not reach, until `MOST_READ`
+        calls have been read."""
+        self._unread = MOST_READ
+        first = identities.index(self._next) if self._next in identities else 0
+        for identity in identities[first:] + identities[:first]:
+            self._next = identity
+            if self._unread <= 0:
+                return
+            yield identity
+
+    def _forget(self, present: Collection[MemberKey], given: Collection[MemberKey]) -> None:
+        """Forgets members that have ended or closed their communicator, and communicators of which none is left: a
+        later one of that identity counts anew. A reported difference remains while one of its members is given."""
         for key in self._members.keys() - present:
             del self._members[key]
-        for identity in self._usual.keys() - communicators.keys():
-            del self._usual[identity]
-        for identity in self._differences.keys() - communicators.keys():
-            if self._differences[identity].shown is None:
+        for identity in [each for each, keys in self._compared.items() if keys.isdisjoint(present)]:
+            del self._compared[identity], self._usual[identity]
+            if identity in self._differences and self._differences[identity].shown is None:
                 del self._differences[identity]
+        self._differences = {
+            identity: each
+            for identity, each in self._differences.items()
+            if each.shown is None or not each.shown.keys().isdisjoint(given)
+        }
 
     def _compare(self, identity: int, members: Sequence[Membership], descriptors: dict[Path, int]) -> None:
         difference = self._differences.get(identity)
         if difference is not None and difference.shown is not None:
             return
+        keys = {_member_key(*each) for each in members}
+        before = self._compared.setdefault(identity, keys)
+        if {pid for pid, *_ in before - keys} & {pid for pid, *_ in keys - before}:
+            return  # created again, and not yet by all
+        self._compared[identity] = keys
         usual = self._usual.setdefault(identity, {})
         for process, record in members:
             followed = self._members.setdefault(
                 _member_key(process, record), _FollowedMember(CallFollower(record.slot))
             )
             for call in self._read(followed.follower, process, record, descriptors):
-                followed.add(call)
                 other = usual.setdefault(call.seq, call)
+                followed.add(other if other == call else call)
                 if other.signature != call.signature and other.issued == call.issued:
                     self._found(identity, call.seq)
         if len(usual) > 2 * KEPT_CALLS:
@@ -127,14 +162,23 @@ class CallComparison:
     def _read(
         self, follower: CallFollower, process: ProcessState, record: CommunicatorRecord, descriptors: dict[Path, int]
     ) -> Sequence[FollowedCall]:
-        """The new calls of a member; opens its beacon only if there are any."""
+        """The new calls of a member; opens its beacon only if there are any. If it cannot be read, the member is not
+        compared from then on."""
         beacon = process.beacon
-        if beacon is None or record.newest is None or record.newest.number < follower.next_number:
+        if follower.failed or beacon is None or record.newest is None or record.newest.number < follower.next_number:
             return ()
         if beacon.path not in descriptors:
             with suppress(OSError):
                 descriptors[beacon.path] = open_own_file(beacon.path)
-        return follower.read(descriptors[beacon.path], beacon.beat_ns) if beacon.path in descriptors else ()
+        if beacon.path not in descriptors:
+            return ()
+        self._unread -= min(record.newest.number - follower.next_number + 1, CALLS_PER_RING)
+        try:
+            return follower.read(descriptors[beacon.path], beacon.beat_ns)
+        except (OSError, struct.error) as error:
+            log.warning("the calls of %s on %s are no longer compared: %r", process.name, record.label, error)
+            follower.failed = True
+            return ()
 
     def _found(self, identity: int, seq: int) -> None:
         known = self._differences.get(identity)
@@ -165,7 +209,9 @@ def _member_key(process: ProcessState, record: CommunicatorRecord) -> MemberKey:
 
 
 def _decoded(process: ProcessState, record: CommunicatorRecord) -> Sequence[CallRecord]:
-    return () if process.beacon is None else read_calls(process.beacon.path, record.slot)
+    with suppress(OSError, struct.error):  # the texts are missing then
+        return () if process.beacon is None else read_calls(process.beacon.path, record.slot)
+    return ()
 
 
 def _undescribed(call: FollowedCall) -> CallRecord:

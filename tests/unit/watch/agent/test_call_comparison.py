@@ -14,7 +14,7 @@ from lockstep.watch.agent.call_comparison import CallComparison
 from lockstep.watch.agent.process_monitor import ProcessMonitor, ProcessState
 from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.beacon import writer
-from lockstep.watch.beacon.beacon_records import FLAG_FAILED, FLAG_P2P, FLAG_UNSURE, SEPARATOR
+from lockstep.watch.beacon.beacon_records import FLAG_FAILED, FLAG_P2P, FLAG_UNSURE, RINGS_AT, SEPARATOR
 from lockstep.watch.beacon.call_ring import CommunicatorSlot, pack_text_numbers
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.diagnosis.diagnose import diagnose
@@ -167,6 +167,104 @@ def test_members_at_any_pace_are_silent_unless_one_differs(tmp_path_factory, pac
         for each in ranks:
             each.beacon.close(remove=True)
         del os.environ["LOCKSTEP_BEACONS"]
+
+
+def reopen(members: list[Member]) -> None:
+    """The members destroy their communicator and create it again, with the same identity."""
+    for each in members:
+        each.slot.close()
+        slot = each.rings.open_slot(IDENTITY, 22, "0", "fsdp", "gloo", len(members), each.rank)
+        assert slot is not None
+        each.slot, each.seq = slot, 0
+
+
+def test_a_difference_is_dropped_when_its_communicator_has_been_destroyed_on_all_ranks(members):
+    ranks, comparison = members(2), CallComparison()
+    for step in range(40):
+        for each in ranks:
+            each.call(f"[{each.rank}]" if step == 20 else "[4]")
+    assert update(comparison, ranks)[0] and comparison.found_difference
+    states = [each.state() for each in ranks]
+    rows = [(state, state.beacon.communicators[0]) for state in states]
+    for state in states:
+        state.liveness = Liveness.DEAD
+    comparison.update(rows)
+    assert comparison.found_difference, "it explains why they have ended"
+    comparison.update([])
+    assert not comparison.found_difference
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_calls_of_a_communicator_that_was_created_again_are_not_compared_with_the_old_ones(members, one_by_one):
+    ranks, comparison = members(2), CallComparison()
+
+    def rounds(some: list[Member], what: str) -> None:
+        for _ in range(30):
+            for each in some:
+                each.call(what)
+
+    rounds(ranks, "[4]")
+    assert update_newest(comparison, ranks) == [[], []]
+    for some in [[each] for each in ranks] if one_by_one else [ranks]:  # an update may see a part of the ranks
+        reopen(some)
+        rounds(some, "[9]")
+        assert update_newest(comparison, ranks) == [[], []]
+    assert not comparison._differences
+    rounds(ranks[:1], "[8]")
+    rounds(ranks[1:], "[7]")
+    assert update_newest(comparison, ranks)[0][0] == (31, "[8]"), "the new ones are compared with each other"
+
+
+def update_newest(comparison: CallComparison, members: list[Member]) -> list[list[tuple[int, str]]]:
+    """Like `update`, for the communicator that each member has created last."""
+    states = [each.state() for each in members]
+    rows = [(state, [c for c in state.beacon.communicators if not c.closed][-1]) for state in states]
+    comparison.update(rows)
+    return [[(call.seq, call.shapes) for call in comparison.calls_of(*row)] for row in rows]
+
+
+def test_an_unreadable_beacon_excludes_its_member_and_is_logged_once(members, tmp_path, caplog):
+    ranks, comparison = members(3), CallComparison()
+    short = tmp_path / "short"
+    for step in range(40):
+        for each in ranks:
+            each.call(f"[{each.rank}]" if step == 20 else "[4]")
+    data = ranks[1].beacon.path.read_bytes()[: RINGS_AT + 100]  # cut within a record
+    short.write_bytes(data)
+    states = [each.state() for each in ranks]
+    states[1].beacon = replace(states[1].beacon, path=short)
+    rows = [(state, state.beacon.communicators[0]) for state in states]
+    for _ in range(3):
+        comparison.update(rows)
+    assert [call.shapes for call in comparison.calls_of(*rows[2])][:1] == ["[2]"]
+    assert comparison.calls_of(*rows[1]) == [] and len(caplog.records) == 1
+
+
+def test_an_update_reads_a_bounded_number_of_calls_and_reaches_all_communicators_in_turn(members, monkeypatch):
+    monkeypatch.setattr(call_comparison, "MOST_READ", 1)
+    ranks, comparison = members(2), CallComparison()
+    for identity in range(IDENTITY + 1, IDENTITY + 4):
+        for each in ranks:
+            each.slot = each.rings.open_slot(identity, 22, "0", "fsdp", "gloo", 2, each.rank)
+            each.seq = 0
+            for step in range(20):
+                each.call(f"[{each.rank}]" if step == 10 else "[4]")
+    states = [each.state() for each in ranks]
+    rows = [(state, record) for state in states for record in state.beacon.communicators]
+    for count in range(1, 4):
+        comparison.update(rows)
+        assert len(comparison._differences) == count
+
+
+def test_a_member_keeps_few_calls(members):
+    ranks, comparison = members(2), CallComparison()
+    for _ in range(12):
+        for each in ranks:
+            for _ in range(100):
+                each.call()
+        update(comparison, ranks)
+    assert all(len(each.calls) <= 512 for each in comparison._members.values())
+    assert len(comparison._usual[IDENTITY]) <= 512
 
 
 def test_a_silent_difference_gives_a_confirmed_mismatch_while_the_job_runs_on(members):
