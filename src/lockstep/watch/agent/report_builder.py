@@ -73,7 +73,7 @@ class ReportBuilder:
         ]
         self._update_roster(states, memberships)
         if self.devices is not None:
-            self.last_devices = self.devices.report([(each.pid, each.start_ticks) for each in states])
+            self.last_devices = _read_devices(self.devices, states)
         now = time.monotonic_ns()
         self.comparison.update((states[index], record) for index, record in memberships)
         calls = [self._reported_calls(states[index], record, now) for index, record in memberships]
@@ -133,6 +133,15 @@ class ReportBuilder:
             self._explained.clear()
         self._explained.update(about)
         return about
+
+
+def _read_devices(devices: DeviceSampler, states: Sequence[ProcessState]) -> HostDevices:
+    """The devices of this host. That /proc shows nothing of a process (as root in a container without the capability,
+    say) is a gap in the evidence and must not end the agent, which would end the workers."""
+    try:
+        return devices.report([(each.pid, each.start_ticks) for each in states])
+    except OSError as error:
+        return HostDevices(gap=f"the devices of its processes are unknown: {error}")
 
 
 def _pack_process_state(process: ProcessState, now: int) -> bytes:

@@ -253,18 +253,18 @@ def _decode_roster(message: Mapping[str, Any]) -> Roster:
         tuple(
             ProcessInfo(name, role, rank, host, pid, parent) for name, role, rank, pid, parent in message["processes"]
         ),
-        tuple(
-            RosterCommunicator(
-                key,
-                CommunicatorInfo(name, about, backend, rendezvous),
-                size,
-                None if ranks is None else tuple(ranks),
-                of,
-            )
-            for key, name, about, backend, size, ranks, of, rendezvous in message["communicators"]
-        ),
+        tuple(_decode_communicator(*row) for row in message["communicators"]),
         tuple(RosterMember(*row) for row in message["members"]),
     )
+
+
+def _decode_communicator(
+    key: str, name: str, about: str, backend: str, size: int, ranks: Sequence[int] | None,
+    of: str = "", rendezvous: str = "", *_: Any,
+) -> RosterCommunicator:  # fmt: skip
+    """A communicator of a roster. Older agents send fewer columns, newer ones may send more."""
+    members = None if ranks is None else tuple(ranks)
+    return RosterCommunicator(key, CommunicatorInfo(name, about, backend, rendezvous), size, members, of)
 
 
 def _encode_state(state: StateReport) -> dict[str, Any]:
