@@ -154,6 +154,17 @@ def describe_call(operation: Operation, tensors: Any, root: int | None, module: 
     return signature, SEPARATOR.join([operation.name, dtype, root_text, module, shapes])
 
 
+_MAX_LISTED = 16
+
+
+def list_key(frame: FrameType, root: int | None, tensors: Any) -> tuple[Any, ...] | None:
+    """Identifies a call with a list of tensors or without tensors, for caches. It is short for tensors of one shape and
+    dtype, of which an all_gather has as many as there are ranks. None if it would be too long to be kept."""
+    each = [] if tensors is None else [(tensor.shape, tensor.dtype) for tensor in tensors]
+    kinds = each[:1] if len(set(each)) < 2 else each
+    return None if len(kinds) > _MAX_LISTED else (id(frame.f_code), frame.f_lasti, root, None, len(each), *kinds)
+
+
 MAX_DEPTH = 80
 """The maximum number of frames that are searched for the call site. FSDP's hooks are some thirty frames deep."""
 _SKIPPED_FILES = ("/contextlib.py", "/functools.py", "/threading.py")

@@ -27,6 +27,7 @@ from lockstep.watch.recorder.operations import (
     describe_call,
     get_argument,
     get_rank_argument,
+    list_key,
 )
 from lockstep.watch.recorder.torch_fit import missing_parameters
 from lockstep.watch.recorder.transfers import Message, Transfer, TransferTracker, transfer_of, waited_handles
@@ -192,9 +193,9 @@ class CollectiveWrappers:
                     tensor = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
                     frame = getframe(1)
                     try:
-                        cache_key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
+                        cache_key: Any = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
                     except AttributeError:  # no tensor, or a list of tensors
-                        cache_key = id(frame.f_code), frame.f_lasti, root, None, tensor is None
+                        cache_key = list_key(frame, root, tensor)
                     key = call_keys.get(cache_key) or look_up(operation, tensor, root, frame, call_keys, cache_key)
                     if nests:
                         member.next_query = 0
@@ -267,14 +268,14 @@ class CollectiveWrappers:
         call_keys: dict[Any, CallKey],
         cache_key: Any,
     ) -> CallKey:
-        """The key of a call. Caches it under `cache_key` if this identifies the call."""
+        """The key of a call. Caches it under `cache_key`, unless this is None or does not identify the call."""
         owner = self._owner
         site, site_digest = owner.sites.find(frame)
         is_site = owner.sites.is_site(frame)
         signature, text = self._describe(operation, tensors, root, "" if is_site else owner.sites.module(frame))
         label = owner.rings.text(text)
         key = signature, pack_text_numbers(label, site), site_digest
-        if is_site and (tensors is None or hasattr(tensors, "dtype")):
+        if is_site and cache_key is not None:
             if len(call_keys) >= _MAX_CACHED:
                 call_keys.clear()
             call_keys[cache_key] = key
@@ -320,6 +321,8 @@ def _recorded(
             else:
                 at = member.enter(key)
     except CollectiveRefused:
+        if member is not None:
+            member.offsets.skip(before, 0)
         raise
     except Exception as error:  # noqa: BLE001 - an internal error must not stop the job
         owner.record_failure(error)
