@@ -181,9 +181,10 @@ class C10dStatusReader:
         return free[-1]
 
     def forget(self, member: CommunicatorMember) -> None:
-        """Removes the member of a destroyed communicator; a later one of the same name gets another number."""
+        """Removes the member of a destroyed communicator; a later one of the same name gets another number. A flight
+        recorder has no number for one on which only calls were made that it does not record (`monitored_barrier`)."""
         if all(kept is not member for kept in self._by_number.values()):
-            if member.transfers.used or member.sequence() > 0:
+            if member.transfers.used or member.collectives > 0:
                 self._destroyed.append((member.name, member.blocks_host))
             return
         self._by_number = {key: None if kept is member else kept for key, kept in self._by_number.items()}

@@ -118,3 +118,26 @@ def test_a_new_communicator_has_no_counts_of_a_destroyed_one_with_its_name(
     assert state is not None
     assert [(each.entered, each.completed) for each in state.communicators[1:]] == [(2, 2)]
     close_beacon()
+
+
+def test_a_communicator_with_unrecorded_calls_only_leaves_its_name_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c10d's sequence number counts `monitored_barrier`, which its flight recorder does not record."""
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    beacon, nccl = open_beacon("run-1", "policy-0", "policy", 0), Nccl()
+    rings, reader = beacon.call_rings(), C10dStatusReader(nccl)
+    assert rings is not None
+    members = []
+    for number, sequence in ((0, lambda: 1), (1, lambda: 2)):
+        slot = rings.open_slot(number, 2, "0", "default_pg", "nccl", 2, 0, on_device=True)
+        group = SimpleNamespace(_get_sequence_number_for_group=sequence)
+        members.append(CommunicatorMember(group, slot, "0", "default_pg", [0, 1], 0))
+    old, new = members
+    old.offsets.begin(0)
+    old.offsets.skip(1, 1)
+    reader.forget(old)
+    nccl.counts["0"] = 2  # the first communicator of which there is an entry
+    reader.update([new])
+    assert new.written_counts[:2] == (2, 2)
+    close_beacon()
