@@ -89,6 +89,7 @@ class ReportBuilder:
             about=self._about(calls),
             sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
             gaps=tuple(gaps),
+            moved={i: _age_s(each.moved_ns, now) for i, each in enumerate(states) if each.moved_ns > each.progress_ns},
             devices=self.last_devices,
         )
         return self.roster, state
@@ -138,7 +139,7 @@ class ReportBuilder:
 def _pack_process_state(process: ProcessState, now: int) -> bytes:
     code = None if process.exit_code == NO_EXIT_CODE else process.exit_code
     return pack_process(
-        process.liveness, code, _age_s(process.ended_ns, now), _age_s(max(process.progress_ns, process.moved_ns), now),
+        process.liveness, code, _age_s(process.ended_ns, now), _age_s(process.progress_ns, now),
         _age_s(process.active_ns, now), _same_stack_s(process, now),
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_diagnose import AT, NAN, Group, One, check, diagnose, fsdp, only, policy, snapshot
 from test_diagnose_device import on_device
@@ -149,6 +150,22 @@ def test_an_error_that_the_rank_has_outlived_is_no_cause() -> None:
         diagnose(replace(snapshot(policy(2), []), devices={0: (ProcessDevice(LOST, faults=(fault("lost", 9),)),)}))
         == []
     )
+
+
+def test_moving_data_is_no_progress_after_an_error_and_no_busy_loop() -> None:
+    """Rank 1 writes a traceback after its device's error; without the error, it may be compiling."""
+    broken = ProcessDevice(SPINNING, faults=(fault("xid", 50, 79),))
+
+    def moving(job: Evidence) -> Evidence:
+        return replace(job, processes=replace(job.processes, moved_at=np.array([NAN, AT - 1.0, NAN, NAN])))
+
+    verdict = check(diagnose(moving(waiting_for_its_device(broken))), VerdictKind.DEVICE, ["policy-1"])
+    assert verdict.confidence == 0.9
+    busy = One("policy-1", still=500.0, cpu=0.1)
+    job = snapshot(policy(4, p1=busy), [fsdp(since=500.0)])
+    check(diagnose(job), VerdictKind.ABSENT, ["policy-1"])
+    verdict = check(diagnose(moving(job)), VerdictKind.SLOW, ["policy-1"], VerdictLevel.NOTICE)
+    assert "policy-1: no counter progress for 500 s" in [each.text for each in verdict.evidence]
 
 
 def test_the_error_of_one_that_only_waits_is_a_notice_beside_the_one_that_it_waits_for() -> None:
