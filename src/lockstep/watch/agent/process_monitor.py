@@ -78,7 +78,8 @@ class ProcessState:
     active_ns: int = 0
     """When the process or a child last used noticeable CPU time or transferred a noticeable number of bytes."""
     same_stack_ns: int = 0
-    """Since when all sampled stacks of the main thread have been equal."""
+    """Since when all sampled stacks of the main thread have been equal. If there is later progress, there is no stack
+    since."""
     moved_ns: int = 0
     """When the process or a child last transferred data or touched new memory as it worked: compilation, imports and
     I/O are progress that advances no counter."""
@@ -120,7 +121,8 @@ class ProcessState:
         if main is None:
             return
         before = py_spy.main_thread(self.threads, self.pid)
-        if before is None or before.frames != main.frames:
+        progressed = self.same_stack_ns < self.progress_ns  # the same line in another step is no equal stack
+        if before is None or before.frames != main.frames or progressed:
             self.same_stack_ns, self.waits_for_device = at_ns, False
         self.waits_for_device |= py_spy.waits_for_device(main.frames)
         self.threads, self.stack_ns = threads, at_ns
@@ -128,8 +130,10 @@ class ProcessState:
         self.where = py_spy.user_code_line(main.frames)
 
     def store_native_stacks(self, threads: tuple[py_spy.SampledThread, ...], at_ns: int) -> None:
-        """Stores what native frames show of a process whose Python stack has not changed before `at_ns`."""
+        """Stores what native frames show of a process whose Python stack has not changed before `at_ns`; `threads` is
+        empty if sampling failed. The process was stopped for it, so that it counts as active until now."""
         self.native_ns = at_ns
+        self.active_ns = max(self.active_ns, time.monotonic_ns())
         main = py_spy.main_thread(threads, self.pid)
         self.waits_for_device |= main is not None and py_spy.waits_for_device(main.frames)
 
@@ -326,6 +330,9 @@ class ProcessMonitor:
             process.activity = ProcessActivity(process.pid)
         if not no_progress:
             process.active_ns = max(process.active_ns, process.progress_ns)
+            process.activity.skip(usage, now)
+        elif process.pid == held:  # py-spy stops it: that it uses nothing proves nothing
+            process.active_ns = now
             process.activity.skip(usage, now)
         elif process.activity.sample(usage, now, self._host, closer=not process.idle) or self._late:
             process.active_ns = now

@@ -89,6 +89,7 @@ class ReportBuilder:
             about=self._about(calls),
             sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
             gaps=tuple(gaps),
+            moved={i: _age_s(each.moved_ns, now) for i, each in enumerate(states) if each.moved_ns > each.progress_ns},
             devices=self.last_devices,
         )
         return self.roster, state
@@ -147,9 +148,17 @@ def _read_devices(devices: DeviceSampler, states: Sequence[ProcessState]) -> Hos
 def _pack_process_state(process: ProcessState, now: int) -> bytes:
     code = None if process.exit_code == NO_EXIT_CODE else process.exit_code
     return pack_process(
-        process.liveness, code, _age_s(process.ended_ns, now), _age_s(max(process.progress_ns, process.moved_ns), now),
-        _age_s(process.active_ns, now), _age_s(process.same_stack_ns, now),
+        process.liveness, code, _age_s(process.ended_ns, now), _age_s(process.progress_ns, now),
+        _age_s(process.active_ns, now), _same_stack_s(process, now),
     )  # fmt: skip
+
+
+def _same_stack_s(process: ProcessState, now: int) -> float:
+    """For how long all stacks since the last progress have been equal: 0 before the first of them is sampled, NaN if
+    sampling has failed since."""
+    if process.same_stack_ns >= process.progress_ns or not process.same_stack_ns:
+        return _age_s(process.same_stack_ns, now)
+    return 0.0 if process.stack_ns < process.progress_ns else NAN
 
 
 def _is_silent(process: ProcessState, now: int) -> bool:

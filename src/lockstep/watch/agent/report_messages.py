@@ -29,6 +29,7 @@ clocks of hosts may differ.
      "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see WaitReport, as ages
      "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
      "sites": [[member, seq, site], ...], "gaps": [text, ...],
+     "moved": {process: age of its last transfer of data or touch of new memory}, if later than its last progress
      "devices": {"devices": [...], "uses": [...], "gap": text}: see `devices.device_samples.HostDevices`}
 
 - CALL records are the newest calls of members, at most about eight each. `about` describes the signatures that were not
@@ -152,6 +153,7 @@ class StateReport:
     about: Mapping[int, CollectiveCall] = field(default_factory=dict)
     sites: Sequence[tuple[int, int, str]] = ()
     gaps: tuple[str, ...] = ()
+    moved: Mapping[int, float] = field(default_factory=dict)
     devices: HostDevices = field(default_factory=HostDevices)
 
 
@@ -290,6 +292,8 @@ def _encode_state(state: StateReport) -> dict[str, Any]:
         message["sites"] = [list(each) for each in state.sites]
     if state.gaps:
         message["gaps"] = list(state.gaps)
+    if state.moved:
+        message["moved"] = {str(index): round(age, 4) for index, age in state.moved.items()}
     if not state.devices.empty:
         message["devices"] = record_to_json(state.devices)
     return message
@@ -308,6 +312,7 @@ def _decode_state(message: Mapping[str, Any]) -> StateReport:
         {int(number): CollectiveCall(*call) for number, call in message["about"].items()} if "about" in message else {},
         tuple([(member, seq, site) for member, seq, site in message["sites"]]) if "sites" in message else (),
         tuple(message.get("gaps", ())),
+        {int(index): float(age) for index, age in message.get("moved", {}).items()},
         record_from_json(HostDevices, message["devices"]) if "devices" in message else HostDevices(),
     )
 

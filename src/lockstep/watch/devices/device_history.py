@@ -26,6 +26,8 @@ RESTING_KIB_S = 1 << 10
 """A link with less traffic rests; the driver's own traffic over PCIe is less."""
 GAP_S = 5.0
 """After a longer pause between two samples, the time of idleness begins anew."""
+REPEATED_S = 60.0
+"""The same Xid after this time is a new error."""
 _MOST_FAULTS = 8
 
 
@@ -71,8 +73,9 @@ class _Device:
     faults: list[tuple[float, DeviceFault]] = field(default_factory=list)
 
     def add_fault(self, fault: DeviceFault, at: float) -> None:
-        known = next((when for when, each in self.faults if (each.kind, each.code) == (fault.kind, fault.code)), None)
-        if known is None or fault.kind == "ecc":
+        """Adds an error, unless it is known: an Xid for `REPEATED_S`, a loss for good."""
+        known = [when for when, each in self.faults if (each.kind, each.code) == (fault.kind, fault.code)]
+        if not known or fault.kind == "ecc" or (fault.kind == "xid" and at - known[-1] > REPEATED_S):
             self.faults = [*self.faults, (at, fault)][-_MOST_FAULTS:]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.watch.devices.device_samples import DeviceFault, DeviceSample, HostDevices, device_label, device_summary
-from lockstep.watch.devices.xid_errors import xid_class
+from lockstep.watch.devices.xid_errors import WHOLE_DEVICE_XIDS, xid_class
 
 CERTAIN_SOURCES = ("driver", "file")
 """Sources of `DeviceUse` that show which device a process uses; the environment shows which it should use."""
@@ -24,6 +24,8 @@ class ProcessDevice:
     """Since when the process has run no kernel."""
     faults: tuple[tuple[float, DeviceFault], ...] = ()
     """Errors of the device, and when they were noticed."""
+    shared: bool = False
+    """Whether other processes use the device, too, or another part of it, so that an error may be theirs."""
 
 
 def process_devices(report: HostDevices, first: int, at: float) -> dict[int, tuple[ProcessDevice, ...]]:
@@ -34,7 +36,7 @@ def process_devices(report: HostDevices, first: int, at: float) -> dict[int, tup
         state = report.devices[use.device]
         device = ProcessDevice(
             state.sample, use.source in CERTAIN_SOURCES, at - use.moved, at - use.idle,
-            tuple((at - each.age, each) for each in state.faults),
+            tuple((at - each.age, each) for each in state.faults), use.shared or bool(state.sample.parent),
         )  # fmt: skip
         found[first + use.process] = (*found.get(first + use.process, ()), device)
     return found
@@ -83,6 +85,11 @@ def fault_class(fault: DeviceFault) -> str:
     if fault.kind == "xid":
         return xid_class(fault.code)
     return "gpu_hardware_fault" if fault.kind in ("lost", "ecc") else ""
+
+
+def strikes(device: ProcessDevice, fault: DeviceFault) -> bool:
+    """Whether an error of a device strikes all processes that use it, or there is only one."""
+    return not device.shared or fault.kind == "lost" or (fault.kind == "xid" and fault.code in WHOLE_DEVICE_XIDS)
 
 
 def _state_text(device: ProcessDevice, at: float) -> str:

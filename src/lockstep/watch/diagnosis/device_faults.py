@@ -1,11 +1,12 @@
 """Finds broken devices: a GPU that is lost, or reports an error that its processes cannot have outlived unharmed."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from lockstep.watch.devices.device_samples import DeviceFault, device_label
-from lockstep.watch.diagnosis.device_evidence import ProcessDevice, device_texts, fault_class
+from lockstep.watch.diagnosis.device_evidence import ProcessDevice, device_texts, fault_class, strikes
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.root_cause import longest_wait_on, longest_waiting_node
@@ -25,10 +26,11 @@ def find_device_faults(context: DiagnosisContext, graph: WaitGraph, relevant: Bo
     for process, devices in _likely_users(context).items():
         if context.liveness(process) not in (Liveness.RUNNING, Liveness.STOPPED) or context.note(process).ours:
             continue
-        node = _stalled_node(context, graph, relevant, process)
+        node, waits = _stalled_node(context, graph, relevant, process)
         failed = None if node is None else _first_fault(context, process, devices)
         if failed is not None:
-            found.append(_device_hypothesis(context, process, node, *failed))
+            hypothesis = _device_hypothesis(context, process, None if waits else node, *failed)
+            found.append(_doubted(hypothesis) if waits else hypothesis)
     return found
 
 
@@ -42,27 +44,36 @@ def _likely_users(context: DiagnosisContext) -> dict[int, tuple[ProcessDevice, .
     }
 
 
-def _stalled_node(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray, process: int) -> int | None:
-    """The wait that the process holds up, or that it is in itself; None if there is none that has stalled."""
+def _stalled_node(
+    context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray, process: int
+) -> tuple[int | None, bool]:
+    """The wait that the process holds up, or that it is in itself, None if there is none that has stalled; and whether
+    the process only waits for others in it."""
     blocked, _ = longest_wait_on(context, process, relevant)
     if blocked is not None and graph.stalled[blocked]:
-        return blocked
+        return blocked, False
     own = graph.wait_node[graph.wait_process == process]
     node, _ = longest_waiting_node(graph, own[graph.stalled[own]].tolist())
-    return node
+    return node, node is not None and bool(graph.blockers(node))
+
+
+def _doubted(hypothesis: Hypothesis) -> Hypothesis:
+    """The hypothesis about a process that waits for others, which may be the cause instead."""
+    return replace(hypothesis, level=VerdictLevel.NOTICE, proven_by_structure=False)
 
 
 def _first_fault(
     context: DiagnosisContext, process: int, devices: tuple[ProcessDevice, ...]
 ) -> tuple[ProcessDevice, float, DeviceFault] | None:
-    """The first error of the devices of a process after which it has made no progress. A device that is still lost
-    counts whatever the process has done since on its CPU."""
+    """The first error of the devices of a process that strikes it and after which it has made no progress. A device
+    that is still lost counts whatever the process has done since on its CPU."""
     progressed_at = _progressed_at(context, process)
     faults = [
         (device, at, fault)
         for device in devices
         for at, fault in device.faults
-        if fault_class(fault) and (fault.kind == "lost" or not progressed_at > at + _REPORT_S)
+        if fault_class(fault) and strikes(device, fault)
+        if (fault.kind == "lost" and device.sample.lost) or not progressed_at > at + _REPORT_S
     ]
     return min(faults, key=lambda each: each[1], default=None)
 
@@ -116,6 +127,6 @@ def class_of_failed_device(context: DiagnosisContext, process: int, within_s: fl
     ended_at = float(context.evidence.processes.ended_at[process])
     for device in context.evidence.devices.get(process, ()):
         for at, fault in device.faults:
-            if device.certain and fault_class(fault) and not abs(ended_at - at) > within_s:
+            if device.certain and fault_class(fault) and -_REPORT_S <= ended_at - at <= within_s:
                 return fault_class(fault)
     return ""

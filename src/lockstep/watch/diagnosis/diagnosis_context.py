@@ -292,6 +292,8 @@ class Inactivity:
     """Seconds without use of CPU, disk, network or GPU, or in a wait for a device."""
     stack_s: float
     """Seconds for which all sampled stacks have been equal."""
+    moved_s: float = float("nan")
+    """Seconds since data were transferred or new memory touched, if that is later than the last counter progress."""
 
     def is_active(self, within_s: float) -> bool:
         """Whether the process was active in the last `within_s` seconds."""
@@ -306,9 +308,13 @@ class Inactivity:
         return waited_s if math.isnan(self.counters_s) else self.counters_s
 
     def spins(self, within_s: float) -> bool:
-        """Whether the process is active with equal stacks for `within_s` seconds and without counter progress, like a
-        busy loop."""
-        return self.is_active(within_s) and self.stack_s >= within_s and not self.counters_s < self.stack_s
+        """Whether the process is active with equal stacks for `within_s` seconds and without counter progress or moving
+        data, like a busy loop."""
+        return self.is_active(within_s) and self.stack_s >= within_s and not self.works_within(self.stack_s)
+
+    def works_within(self, seconds: float) -> bool:
+        """Whether a counter advanced or data moved in the last `seconds`: a compiler at work advances no counter."""
+        return self.counters_s < seconds or self.moved_s < seconds
 
 
 def measure_inactivity(context: DiagnosisContext, process: int) -> Inactivity:
@@ -319,19 +325,20 @@ def measure_inactivity(context: DiagnosisContext, process: int) -> Inactivity:
         now - float(processes.progressed_at[process]),
         now - float(context.worked_at[process]),
         now - float(processes.same_stack_since[process]),
+        now - float(processes.moved_at[process]) if processes.moved_at is not None else float("nan"),
     )
 
 
 def proven_inactive(context: DiagnosisContext, process: int, since: float) -> bool:
     """Whether a process was inactive for longer than its limit while another process waited (since `since`), or had
-    equal stacks without counter progress for `busy_factor` times as long."""
+    equal stacks without counter progress or moving data for `busy_factor` times as long."""
     found, limit, waited = measure_inactivity(context, process), context.inactivity_limit_s(process), context.at - since
     if context.evidence.source == "dumps" and math.isnan(found.any_activity_s):
         return waited >= limit  # dumps record no activity: the only evidence is the time without a new entry
     if found.any_activity_s >= limit and waited >= limit and not found.stack_s < limit:
         return True
     limit *= context.thresholds.busy_factor
-    return found.stack_s >= limit and waited >= limit and not found.counters_s < limit
+    return found.stack_s >= limit and waited >= limit and not found.works_within(limit)
 
 
 def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], since: float) -> bool:

@@ -36,8 +36,7 @@ class ProcessTable:
     ended_at: FloatArray
     """When the process ended or was stopped."""
     progressed_at: FloatArray
-    """When a counter or the stage last changed, or the process or a child of it last transferred data or touched new
-    memory as it worked."""
+    """When a counter or the stage last changed."""
     active_at: FloatArray
     """When the process last made notable use of the CPU, a disk, a network or a GPU."""
     same_stack_since: FloatArray
@@ -48,6 +47,9 @@ class ProcessTable:
     seen_at: FloatArray | None = None
     """When each process was last observed, which is earlier than the snapshot if a host's report is late. None if all
     were observed at the time of the snapshot."""
+    moved_at: FloatArray | None = None
+    """When each process or a child of it last transferred data or touched new memory as it worked, if that is later
+    than its last progress; else NaN. None if it is known of none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class _StateMessage(TypedDict, total=False):
     about: Any
     sites: Any
     gaps: Any
+    moved: Any
     devices: Any
     calm: Any
 

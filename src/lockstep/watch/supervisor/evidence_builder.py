@@ -270,11 +270,16 @@ def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequen
         liveness[is_lost & (liveness <= Liveness.STOPPED)] = Liveness.LOST
     stage: list[str] = []
     notes: dict[int, ProcessNote] = {}
+    moved = np.full(len(table), np.nan)
     for each, count, first in zip(hosts, counts, layout.first_process, strict=True):
         state = each.state
         stage += state.stages if state and len(state.stages) == count else [""] * count
         if state and state.notes:
             notes.update({first + index: note for index, note in state.notes.items()})
+        if state and state.moved:
+            moved[[first + index for index in state.moved if index < count]] = [
+                each.at - age for index, age in state.moved.items() if index < count
+            ]
     return ProcessTable(
         info=layout.processes,
         liveness=liveness,
@@ -286,6 +291,7 @@ def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequen
         stage=stage + [""] * layout.unseen,
         notes=notes,
         seen_at=at,
+        moved_at=moved,
     )
 
 

@@ -112,9 +112,12 @@ def test_faults_are_kept_once_and_errors_count_from_the_first_sample() -> None:
         history.add_xid("GPU-0", 79, at)
         history.add_xid("GPU-unknown", 79, at)
     (state,) = history.states(10.0)
-    assert [(each.kind, each.code, each.age) for each in state.faults] == [
-        ("lost", 0, 9.0), ("ecc", 0, 9.0), ("xid", 79, 9.0),
-    ]  # fmt: skip
+    once = [("lost", 0, 9.0), ("ecc", 0, 9.0), ("xid", 79, 9.0)]
+    assert [(each.kind, each.code, each.age) for each in state.faults] == once
+    for at in (30.0, 100.0, 101.0):
+        history.add_xid("GPU-0", 79, at)
+    (state,) = history.states(110.0)
+    assert [each.age for each in state.faults if each.kind == "xid"] == [109.0, 10.0], "a new error after an hour, say"
 
 
 def test_records_survive_json_and_tolerate_other_versions() -> None:

@@ -3,8 +3,9 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from test_diagnose import AT, Group, One, check, diagnose, fsdp, only, policy, snapshot
+from test_diagnose import AT, NAN, Group, One, check, diagnose, fsdp, only, policy, snapshot
 from test_diagnose_device import on_device
 
 from lockstep.watch.agent.report_messages import (
@@ -17,7 +18,7 @@ from lockstep.watch.agent.report_messages import (
     pack_process,
 )
 from lockstep.watch.devices.device_samples import DeviceFault, DeviceSample, DeviceState, DeviceUse, HostDevices
-from lockstep.watch.diagnosis.device_evidence import ProcessDevice
+from lockstep.watch.diagnosis.device_evidence import ProcessDevice, process_devices
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.evidence_types import CommunicatorInfo, Liveness, ProcessInfo, ProcessNote
 from lockstep.watch.diagnosis.verdict import MIN_ACTION_CONFIDENCE, VerdictKind, VerdictLevel
@@ -127,8 +128,8 @@ def test_an_error_explains_the_absence_of_its_rank_and_of_no_other() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [fault("xid", 50, 45), fault("xid", 50, 109), fault("silent", 50)],
-    ids=["cleanup", "unclear", "silent"],
+    [*(fault("xid", 50, code) for code in (45, 109, 63, 92, 121, 149)), fault("silent", 50)],
+    ids=["cleanup", "unclear", "remapped", "corrected", "corrected on a link", "link", "silent"],
 )
 def test_what_may_be_an_effect_accuses_nobody(error: tuple[float, DeviceFault]) -> None:
     """The driver tears down channels after any error (Xid 45), and one sick GPU can hold up calls about another."""
@@ -143,10 +144,58 @@ def test_an_error_that_the_rank_has_outlived_is_no_cause() -> None:
     """Rank 1 has made progress for minutes since: a contained error of another process, say."""
     old = ProcessDevice(SPINNING, faults=(fault("xid", 600, 94),))
     check(diagnose(waiting_for_its_device(old)), VerdictKind.ABSENT, ["policy-1"])
+    back = ProcessDevice(SPINNING, faults=(fault("lost", 600),))
+    check(diagnose(waiting_for_its_device(back)), VerdictKind.ABSENT, ["policy-1"])
     assert (
         diagnose(replace(snapshot(policy(2), []), devices={0: (ProcessDevice(LOST, faults=(fault("lost", 9),)),)}))
         == []
     )
+
+
+def test_moving_data_is_no_progress_after_an_error_and_no_busy_loop() -> None:
+    """Rank 1 writes a traceback after its device's error; without the error, it may be compiling."""
+    broken = ProcessDevice(SPINNING, faults=(fault("xid", 50, 79),))
+
+    def moving(job: Evidence) -> Evidence:
+        return replace(job, processes=replace(job.processes, moved_at=np.array([NAN, AT - 1.0, NAN, NAN])))
+
+    verdict = check(diagnose(moving(waiting_for_its_device(broken))), VerdictKind.DEVICE, ["policy-1"])
+    assert verdict.confidence == 0.9
+    busy = One("policy-1", still=500.0, cpu=0.1)
+    job = snapshot(policy(4, p1=busy), [fsdp(since=500.0)])
+    check(diagnose(job), VerdictKind.ABSENT, ["policy-1"])
+    verdict = check(diagnose(moving(job)), VerdictKind.SLOW, ["policy-1"], VerdictLevel.NOTICE)
+    assert "policy-1: no counter progress for 500 s" in [each.text for each in verdict.evidence]
+
+
+def test_the_error_of_one_that_only_waits_is_a_notice_beside_the_one_that_it_waits_for() -> None:
+    """Rank 1 has not entered #412, in which rank 2 waits; rank 2's device has an error."""
+    broken = ProcessDevice(SPINNING, faults=(fault("xid", 50, 119),))
+    found = diagnose(waiting_for_its_device(broken, process=2))
+    assert found[0].kind is VerdictKind.ABSENT and [each.name for each in found[0].culprits] == ["policy-1"]
+    other = next(each for each in found if each.kind is VerdictKind.DEVICE)
+    assert other.level is VerdictLevel.NOTICE and other.confidence <= 0.6 and "has waited" not in other.explanation
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "accuses"),
+    [("xid", 31, False), ("xid", 94, False), ("xid", 119, True), ("ecc", 0, False), ("lost", 0, True)],
+)
+def test_on_a_shared_device_only_what_strikes_all_of_its_users_accuses_one(kind: str, code: int, accuses: bool) -> None:
+    sample = LOST if kind == "lost" else SPINNING
+    for shared in (False, True):
+        device = ProcessDevice(sample, faults=(fault(kind, 50, code),), shared=shared)
+        found = only(diagnose(waiting_for_its_device(device)))
+        assert (found.kind is VerdictKind.DEVICE) == (accuses or not shared)
+
+
+def test_a_part_of_a_device_has_the_errors_of_its_neighbours_too() -> None:
+    part, states = replace(SPINNING, parent="GPU-3", instance=1), []
+    for sample, shared in ((SPINNING, False), (SPINNING, True), (part, False)):
+        state = DeviceState(sample, faults=(DeviceFault("xid", "Xid 31", 50.0, 31),))
+        report = HostDevices((state,), (DeviceUse(0, 0, shared=shared),))
+        states += [process_devices(report, 0, AT)[0][0].shared]
+    assert states == [False, True, True]
 
 
 def test_a_device_known_by_the_environment_is_too_little_to_act_on() -> None:
@@ -173,7 +222,8 @@ def test_a_rank_that_dies_with_its_device_has_the_class_of_the_device() -> None:
     )
     job = snapshot(policy(2, p1=aborted), [Group("fsdp", [0, 1], [7, 6], [6, 6], 12.0)])
     assert check(diagnose(job), VerdictKind.DEAD, ["policy-1"]).cause == "cuda_kernel_error"
-    for ago, cause in ((11.0, "gpu_hardware_fault"), (900.0, "cuda_kernel_error")):
+    later = (8.5, "gpu_hardware_fault"), (5.0, "cuda_kernel_error"), (NAN, "cuda_kernel_error")
+    for ago, cause in ((11.0, "gpu_hardware_fault"), (900.0, "cuda_kernel_error"), *later):
         device = ProcessDevice(SPINNING, faults=(fault("xid", ago, 48),))
         verdict = check(diagnose(replace(job, devices={1: (device,)})), VerdictKind.DEAD, ["policy-1"])
         assert verdict.cause == cause

@@ -87,6 +87,7 @@ def test_a_report_survives_encoding_and_decoding() -> None:
         about={2**63: CollectiveCall("all_reduce", "[4]", "float32", None, "train.py:3 in step")},
         sites=((0, 7, "train.py:3 in step"),),
         gaps=("no stack of rank 1",),
+        moved={1: 0.25},
     )
     again = decode_report(parsed(full))
     assert isinstance(again, StateReport)
@@ -101,8 +102,11 @@ def test_evidence_combines_the_reports_of_all_hosts() -> None:
     store = MessageStore()
     for host, ranks, at in (("b", [2, 3], 11.0), ("a", [0, 1], 10.0)):
         assert store.receive(parsed(roster(host, ranks)), at)
-        assert store.receive(parsed(state(host, ranks)), at)
+        moved = {1: 0.25, 7: 1.0} if host == "b" else {}
+        assert store.receive(parsed(replace(state(host, ranks), moved=moved)), at)
     seen = store.evidence(12.0)
+    assert seen.processes.moved_at is not None
+    np.testing.assert_equal(seen.processes.moved_at, [np.nan, np.nan, np.nan, 10.75])
     assert [each.name for each in seen.processes.info] == ["policy-0", "policy-1", "policy-2", "policy-3"]
     assert seen.processes.progressed_at.tolist() == [8.5, 8.5, 9.5, 9.5]
     assert seen.processes.seen_at is not None
