@@ -150,10 +150,15 @@ class DeviceMapping:
         and how these are known."""
         now, pids = time.monotonic(), {pid for pid, _ in tracked}
         by_uuid = {each.uuid: number for number, each in enumerate(devices)}
+        # Reading all files of many processes takes long: of those that are due, one is looked at again per report.
+        old = [each for each in tracked if each in self._known and now - self._known[each].looked_at >= REFRESH_S]
+        due = min(old, key=lambda each: self._known[each].looked_at, default=None)
         for each in tracked:
             known = self._known.get(each)
             living = processes.is_alive(each[0], each[1] or None)
-            if known is None or (living and now - known.looked_at >= REFRESH_S):
+            if each == due and known is not None:
+                known.looked_at = now  # one that has ended must not stay the oldest
+            if known is None or (living and each == due):
                 facts = process_facts(each[0], pids) if living else ProcessFacts(frozenset())
                 known = self._known[each] = replace(known or _Remembered(facts, now), facts=facts, looked_at=now)
             lost = [uuid for uuid in known.devices if uuid in by_uuid and devices[by_uuid[uuid]].lost]

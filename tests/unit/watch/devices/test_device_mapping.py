@@ -127,3 +127,18 @@ def test_a_process_that_has_ended_has_used_its_last_devices() -> None:
     gone = [DeviceSample("GPU-1"), DeviceSample("GPU-0", processes=())]
     assert mapping.uses(tracked, gone)[0][1:] == ((1,), "driver")
     assert mapping.uses([(child.pid, ticks + 1)], gone)[0][1:] == ((), ""), "another process of the same pid"
+
+
+def test_one_process_is_looked_at_again_per_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.watch.devices.device_mapping.REFRESH_S", 0.0)
+    looked: list[int] = []
+
+    def look(pid: int, own: object) -> ProcessFacts:
+        looked.append(pid)
+        return process_facts(pid)
+
+    monkeypatch.setattr("lockstep.watch.devices.device_mapping.process_facts", look)
+    mapping, both = DeviceMapping(), [(os.getpid(), 0), (os.getppid(), 0)]
+    for _ in range(3):
+        mapping.uses(both, gpus((), ()))
+    assert looked == [os.getpid(), os.getppid(), os.getpid(), os.getppid()]
