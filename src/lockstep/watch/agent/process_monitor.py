@@ -141,8 +141,7 @@ class ProcessState:
         """Whether only native frames can show if the process computes or waits for a device: it uses a core in one line
         for longer than `after_s`. True once for each such line, because sampling stops the process for a moment."""
         spins = self.active_ns > self.same_stack_ns > 0 and not self.waits_for_device
-        since_ns = max(self.same_stack_ns, self.moved_ns)
-        return spins and self.native_ns < self.same_stack_ns and self.stack_ns - since_ns > after_s * 1e9
+        return spins and self.native_ns < self.same_stack_ns and self.stack_ns - self.same_stack_ns > after_s * 1e9
 
 
 @dataclass

@@ -199,8 +199,9 @@ def _process_note(process: ProcessState, monitor: ProcessMonitor, now: int) -> P
     # A stack that is older than the last progress shows an earlier position.
     is_current = process.stack_ns >= process.progress_ns
     return ProcessNote(
-        process.where if is_current else "", process.error, process.cause, process.ended_on_purpose,
-        monitor.history.expected_s(process.role, stage), unrecorded, process.waits_for_device and is_current,
+        where=process.where if is_current else "", error=process.error, cause=process.cause,
+        ours=process.ended_on_purpose, expected_s=monitor.history.expected_s(process.role, stage),
+        unrecorded=unrecorded, waits_for_device=process.waits_for_device and is_current,
     )  # fmt: skip
 
 
