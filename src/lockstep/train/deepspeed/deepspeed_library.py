@@ -38,8 +38,10 @@ def load_deepspeed(ranks: ParallelContext) -> Any:
 
     DeepSpeed remembers communicators in globals of its own. Those of an earlier rendezvous are forgotten here.
     """
-    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
-    os.environ.setdefault("LOCAL_RANK", str(ranks.device.index or 0))
+    # Assigned: what a launcher left in the environment is about its own process.
+    os.environ["DS_ACCELERATOR"] = ranks.device.type
+    os.environ["LOCAL_RANK"] = str(ranks.device.index or 0)
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # it would be used instead of LOCAL_RANK
     _join_alone(ranks)
     deepspeed = import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
