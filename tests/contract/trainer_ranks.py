@@ -68,8 +68,9 @@ def make_models(folder: Path) -> None:
 def config(
     folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any
 ) -> SFTConfig | GRPOConfig:
-    kind, _, stage = str(trainer.pop("kind", "fsdp2")).partition("-")
-    chosen = {"kind": kind, **({"deepspeed": {"zero_optimization": {"stage": int(stage)}}} if stage else {})}
+    kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload
+    zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if rest[1:] else "none"}} if rest else None
+    chosen = {"kind": kind, **({"deepspeed": {"zero_optimization": zero}} if zero else {})}
     common: dict[str, Any] = {
         "name": "contract",
         "steps": 10,

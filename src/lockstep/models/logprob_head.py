@@ -61,7 +61,9 @@ def target_logprobs(
     Returns:
         (log-probabilities `[targets]`, entropies `[targets]` or None), both differentiable.
     """
-    if targets.numel() * weight.shape[0] <= DIRECT_ELEMENTS:
+    # Autograd accumulates a bias's gradient before the matrix's, `_ChunkedHead` after it. Ranks that reduce gradients
+    # as they arrive (ZeRO) need the same order for all rows, so a head with a bias is always chunked.
+    if bias is None and targets.numel() * weight.shape[0] <= DIRECT_ELEMENTS:
         logits = transform(linear(hidden, weight, bias).float()) / temperature
         every = torch.log_softmax(logits, dim=-1)
         # Not a view, because FSDP2 registers its backward hook on the root's output and warns if that is a view.

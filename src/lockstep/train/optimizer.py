@@ -91,7 +91,7 @@ def square_norm(gradients: Mapping[str, Tensor]) -> Tensor:
     present = [gradient for gradient in gradients.values() if gradient.numel()]
     if not present:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch._foreach_norm(present)
+    norms = torch._foreach_norm(present, 2, dtype=torch.float32)
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 

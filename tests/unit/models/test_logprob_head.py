@@ -52,20 +52,44 @@ def test_written_out_gradient_equals_autograd(
     targets = torch.randint(0, 11, (7,), generator=generator)
     grads = torch.randn(2, 7, generator=generator)
 
-    def run(kept: int, chunk: int) -> tuple[torch.Tensor, ...]:
-        monkeypatch.setattr(logprob_head, "DIRECT_ELEMENTS", kept)
-        logprobs, found = target_logprobs(
-            hidden, weight, offset if bias else None, targets, transform, 0.7, chunk, entropy
-        )
+    def values(logprobs: torch.Tensor, found: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         loss = (logprobs * grads[0]).sum()
         if found is not None:
             loss = loss + (found * grads[1]).sum()
         return logprobs.detach(), loss.detach(), *torch.autograd.grad(loss, inputs)
 
-    plain = run(10**9, 1024)
-    for chunk in (1, 3, 7, 100):
-        for one, other in zip(run(0, chunk), plain, strict=True):
+    def run(kept: int, chunk: int) -> tuple[torch.Tensor, ...]:
+        monkeypatch.setattr(logprob_head, "DIRECT_ELEMENTS", kept)
+        return values(
+            *target_logprobs(hidden, weight, offset if bias else None, targets, transform, 0.7, chunk, entropy)
+        )
+
+    every = torch.log_softmax(transform(hidden @ weight.t() + (offset if bias else 0)) / 0.7, -1)
+    plain = values(every[torch.arange(7), targets], -(every.exp() * every).sum(-1) if entropy else None)
+    for kept, chunk in ((10**9, 1024), (0, 1), (0, 3), (0, 7), (0, 100)):
+        for one, other in zip(run(kept, chunk), plain, strict=True):
             assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_order_in_which_gradients_arrive_is_the_same_for_all_rows(monkeypatch, bias: bool) -> None:
+    """Ranks that put gradients into buckets as they arrive (ZeRO) would otherwise add those of different parameters."""
+    monkeypatch.setattr(logprob_head, "DIRECT_ELEMENTS", 50)
+    head = torch.nn.Linear(5, 11, bias=bias)
+    arrived: list[str] = []
+    for name, parameter in head.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    orders = []
+    for count in (1, 40):
+        logprobs, _ = target_logprobs(
+            torch.randn(count, 5, requires_grad=True), head.weight, head.bias, torch.zeros(count, dtype=torch.int64),
+            LogitTransform(),
+        )  # fmt: skip
+        logprobs.sum().backward()
+        orders.append(arrived.copy())
+        arrived.clear()
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == sorted(dict(head.named_parameters()))
 
 
 def test_only_required_gradients_are_computed(monkeypatch) -> None:

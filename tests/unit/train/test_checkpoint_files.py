@@ -70,6 +70,12 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path: Path, written
         assert torch.equal(found[f"random.cpu.{rank}"], expected)
 
 
+def test_tensors_are_filled_whatever_their_strides(tmp_path: Path) -> None:
+    folder, rows = write(tmp_path / "c", 2), {"parameter.a": LocalRows(torch.zeros(5, 7).t(), (7, 5))}
+    load_checkpoint(folder, rows, {}, ParallelContext())
+    assert torch.equal(rows["parameter.a"].local, TENSORS["parameter.a"])
+
+
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("intact") / "c", 2)

@@ -107,6 +107,11 @@ def test_clipping_is_torchs() -> None:
     assert not torch.isfinite(square_norm({"a": torch.tensor([1.0, torch.inf])}))
 
 
+def test_the_norm_of_bfloat16_gradients_is_computed_in_float32() -> None:
+    gradients = {"a": torch.full((1000,), 1.0078125, dtype=torch.bfloat16)}  # the next number after 1
+    assert float(square_norm(gradients)) == pytest.approx(1000 * 1.0078125**2, rel=1e-6)
+
+
 def test_activation_checkpointing_runs_layers_again_in_backward_only(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", hidden=16, ffn=16, heads=2, kv_heads=1)
     policy = load_policy(ModelConfig(path=str(tmp_path / "model")), "cpu")

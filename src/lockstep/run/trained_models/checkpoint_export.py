@@ -88,10 +88,13 @@ def export_from_one_rank(
 
 
 def _role_on_one_rank(config: RunConfig, name: str | None) -> TrainRole:
-    """A trained role as one rank can load it: the checkpoint does not depend on the ranks, nor on the objective."""
+    """A trained role as one rank can load it: the checkpoint depends neither on the ranks nor on the objective, and all
+    kinds of trainer share its format. FSDP2 needs no extra package."""
     roles = {role.name: role for role in config.train_roles}
     role = next(iter(roles.values())) if name is None else roles.get(name)
     if role is None:
         raise RunRefused(f"--role {name}: the run trains {', '.join(roles)}")
-    trainer = role.trainer.model_copy(update={"ranks": 1, "replicas": 1, "compile": "off"})
+    trainer = role.trainer.model_copy(
+        update={"kind": "fsdp2", "deepspeed": None, "ranks": 1, "replicas": 1, "compile": "off"}
+    )
     return role.model_copy(update={"objective": CrossEntropy(), "trainer": trainer})

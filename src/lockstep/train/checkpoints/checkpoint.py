@@ -208,8 +208,10 @@ def load_checkpoint(
         if stored is None or stored.shape not in (tuple(rows.shape), (torch.Size(rows.shape).numel(),)):
             what = "does not have" if stored is None else f"has with shape {stored.shape}"
             raise CheckpointError(folder, f"belongs to another model: it {what} {name!r}, expected shape {rows.shape}")
-    state = {name: torch.empty_like(rows.local, device="cpu") for name, rows in sharded.items()}
-    state |= {name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.items() if name in index.tensors}
+    tensors = {name: rows.local for name, rows in sharded.items()}
+    tensors |= {name: tensor for name, tensor in whole.items() if name in index.tensors}
+    # Contiguous ones, whatever the strides of the tensors to fill.
+    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
     for name, tensor in state.items():
         read_elements(folder, index, name, sharded[name].first_element(ranks) if name in sharded else 0, tensor)
     with torch.no_grad():

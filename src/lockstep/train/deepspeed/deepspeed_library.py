@@ -5,32 +5,39 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import TrainerUnsupported
 
+SUPPORTED = SpecifierSet(">=0.19.8,<0.20")
+"""Versions of DeepSpeed, as in pyproject.toml: the trainer reads the state of its optimizers."""
 _BUILT_OPERATIONS = ("deepspeed_shm_comm",)
 """Operations that DeepSpeed would compile at the first collective on a CPU, whatever the stage. gloo does the same."""
 
 
 def require_deepspeed(field: str) -> None:
-    """Raises TrainerUnsupported if DeepSpeed is not installed. Does not import it.
+    """Raises TrainerUnsupported if DeepSpeed is not installed in a supported version. Does not import it.
 
     Args:
         field: the field of the config that asks for it.
     """
-    if find_spec("deepspeed") is None:
-        remedy = (
-            f"install it (pip install 'lockstep-rl[deepspeed]', script/bootstrap --deepspeed), or set {field}=fsdp2"
-        )
-        raise TrainerUnsupported("deepspeed", "training without the package deepspeed", remedy)
+    remedy = f"install it (pip install 'lockstep-rl[deepspeed]', script/bootstrap --deepspeed), or set {field}=fsdp2"
+    try:
+        found = version("deepspeed")
+    except PackageNotFoundError:
+        raise TrainerUnsupported("deepspeed", "training without the package deepspeed", remedy) from None
+    # A local part, as of a build from sources, does not matter.
+    if Version(Version(found).public) not in SUPPORTED:
+        raise TrainerUnsupported("deepspeed", f"deepspeed {found}", f"{SUPPORTED} is tested: {remedy}")
 
 
 def load_deepspeed(ranks: ParallelContext) -> Any:
@@ -38,8 +45,7 @@ def load_deepspeed(ranks: ParallelContext) -> Any:
 
     DeepSpeed remembers communicators in globals of its own. Those of an earlier rendezvous are forgotten here.
     """
-    os.environ.setdefault("DS_ACCELERATOR", ranks.device.type)
-    os.environ.setdefault("LOCAL_RANK", str(ranks.device.index or 0))
+    set_environment(ranks.device)
     _join_alone(ranks)
     deepspeed = import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -57,6 +63,13 @@ def load_deepspeed(ranks: ParallelContext) -> Any:
         # Instead of a copy of this communicator, which would not have its time limit.
         groups._WORLD_GROUP = world
     return deepspeed
+
+
+def set_environment(device: torch.device) -> None:
+    """Sets the variables from which DeepSpeed learns its device, also if a launcher set them for its own process."""
+    os.environ["DS_ACCELERATOR"] = device.type
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)  # DeepSpeed requires that it equals LOCAL_RANK
 
 
 def make_engine(

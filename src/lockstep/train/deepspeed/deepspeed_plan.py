@@ -6,7 +6,14 @@ from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
 from lockstep.train.deepspeed.deepspeed_library import require_deepspeed
-from lockstep.train.deepspeed.engine_settings import KIND, engine_settings, offloads_optimizer, zero_stage
+from lockstep.train.deepspeed.engine_settings import (
+    KIND,
+    engine_settings,
+    offload_unsupported,
+    offloads_optimizer,
+    overlaps_reduction,
+    zero_stage,
+)
 from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.metric_reduction import metric_vector_size
 from lockstep.train.objective import make_objective
@@ -27,12 +34,13 @@ class DeepSpeedPlanner(TrainerPlanner):
             "model.adapter": role.model.adapter is not None,
             "model.quantization": role.model.quantization is not None,
             "trainer.replicas": trainer.replicas > 1,
-            "trainer.offload": trainer.offload.anything,
             "trainer.compile": trainer.compile != "off",
         }
         for setting, is_set in lacking.items():
             if is_set:
                 raise TrainerUnsupported(KIND, role.field(setting), _REMEDY.format(field))
+        if trainer.offload.anything:
+            raise offload_unsupported(role)
         if not trainer.reshard_after_forward and zero_stage(role) == 3:
             setting = f"{role.field('trainer.reshard_after_forward')} false at stage 3"
             raise TrainerUnsupported(KIND, setting, "stage 3 frees gathered parameters: leave it out, or set stage 2")
@@ -40,7 +48,7 @@ class DeepSpeedPlanner(TrainerPlanner):
         # Which precision `auto` is depends on the ranks' devices: they compare it themselves.
         for each in ("float32", "bfloat16") if dtype == "auto" else (dtype,):
             try:
-                engine_settings(role, each, hidden=1)
+                engine_settings(role, each, hidden=1, parameters=1)
                 break
             except TrainerUnsupported:
                 if each != "float32" or dtype != "auto":
@@ -49,21 +57,28 @@ class DeepSpeedPlanner(TrainerPlanner):
 
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes of one rank (Rajbhandari et al. 2020, section 3.1). Beside the parameters in compute
-        precision, DeepSpeed keeps fp32 master weights, except at stage 0, and gradients in compute precision.
+        precision, DeepSpeed keeps fp32 master weights, except at stage 0, gradients in the precision of their sums, and
+        whole buckets of gradients that are being reduced.
 
         Activations follow Korthikanti et al. 2022 (eq. 2), as for FSDP2.
         """
         trainer, stage, ranks = role.trainer, zero_stage(role), role.trainer.ranks
         width, size = DTYPE_BYTES[model.dtype], model.parameters
         held = size // ranks
+        settings = engine_settings(role, model.dtype, model.hidden, size)
+        accumulated = 4 if settings.get("data_types") == {"grad_accum_dtype": "fp32"} else width
         parts = {
             "weights": width * (held if stage == 3 else size),
             "master weights": 0 if stage == 0 else 4 * held,
-            "gradients": width * (held if stage >= 2 else size),
+            "gradients": accumulated * held if stage >= 2 else width * size,
             "optimizer": 8 * (held if stage else size),
         }
         if offloads_optimizer(role):
             parts |= {"master weights": 0, "optimizer": 0}
+        if stage:
+            overlapped = stage < 3 and overlaps_reduction(role)  # one bucket is filled while another is reduced
+            bucket = int(settings["zero_optimization"]["reduce_bucket_size"])
+            parts["buckets"] = width * bucket * (2 if overlapped else 1)
         if stage == 3 and ranks > 1:
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2

@@ -15,18 +15,19 @@ from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.hf_checkpoint import named_weights
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
+from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
 from lockstep.train.checkpoints.checkpoint import CheckpointWriter, load_checkpoint
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
 from lockstep.train.deepspeed.deepspeed_library import make_engine
-from lockstep.train.deepspeed.engine_settings import KIND, engine_settings, zero_stage
+from lockstep.train.deepspeed.engine_settings import engine_settings, offload_unsupported, zero_stage
 from lockstep.train.deepspeed.published_weights import PublishedWeights
 from lockstep.train.deepspeed.zero_model import Reference, load_model, register_head
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.errors import CheckpointError, TrainerUnsupported
+from lockstep.train.errors import CheckpointError, MemoryCheckpointMissing
 from lockstep.train.forward.target_values import evaluate_each, target_values
 from lockstep.train.lazy_weights import gather_buckets
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
@@ -60,10 +61,9 @@ class DeepSpeedTrainer:
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
         self.copies = ranks if self.stage == 3 else replace(ranks, replicas=ranks.world)
         """The ranks as holders of the model's parameters: below stage 3, each holds a copy."""
-        self.policy = load_model(role, ranks, self.stage, role.seed)
         dtype = str(self.compute_dtype).removeprefix("torch.")
-        hidden = int(self.policy.config.get_text_config().hidden_size)
-        settings = engine_settings(role, dtype, hidden)
+        self.policy = load_model(role, ranks, role.seed)
+        settings = engine_settings(role, dtype, *_sizes(self.policy))
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         self.weights = dict(named_weights(self.policy))
         self.optimizer = self._make_optimizer()
@@ -74,7 +74,7 @@ class DeepSpeedTrainer:
         self.state = make_state(self.engine, self.stage, self.weights, ranks.rank == 0)
         self.published = PublishedWeights(self.weights, self.copies)
         self.has_reference = role.holds_reference
-        self.reference = Reference(role, ranks, self.stage, settings) if self.has_reference else None
+        self.reference = Reference(role, ranks, settings) if self.has_reference else None
         self.optimizer_step = 0
         """Number of optimizer steps taken, also those before a loaded checkpoint."""
         self.steps_before_run = 0
@@ -155,6 +155,7 @@ class DeepSpeedTrainer:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
+        recorder.raise_if_stalled()
         self.optimizer_step = step
         done = step - self.steps_before_run
         current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
@@ -196,7 +197,10 @@ class DeepSpeedTrainer:
             CheckpointError: the checkpoint is incomplete or belongs to another model; nothing was changed.
         """
         state, random = self.state.state(), random_state(self.ranks)
-        copies = {name: replace(rows, local=torch.empty_like(rows.local)) for name, rows in state.items()}
+        copies = {
+            name: replace(rows, local=torch.empty(rows.local.shape, dtype=rows.local.dtype))
+            for name, rows in state.items()
+        }
         problem: CheckpointError | None = None
         manifest: dict[str, Any] = {}
         try:
@@ -206,11 +210,13 @@ class DeepSpeedTrainer:
             manifest = load_checkpoint(folder, copies, random if inherited is None else {}, self.writer.ranks)
         except CheckpointError as error:
             problem = error
-        self._agree(problem, folder)
+        failed = self._first_failed(problem, f"{folder.name} is read")
+        if failed is not None:
+            raise CheckpointError(folder, f"rank {failed} could not read its part; see its log")
         with torch.no_grad():
             for name, rows in copies.items():
                 state[name].local.copy_(rows.local)
-        self.state.set_weights()
+        self._set_weights()
         if inherited == "weights":
             reset_moments(self.optimizer)
             self.optimizer_step = self.steps_before_run = 0
@@ -226,11 +232,23 @@ class DeepSpeedTrainer:
         checkpoints.write(version, self._full_state(), self._counts())
 
     def load_from_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
-        """Loads a memory checkpoint that the same number of ranks wrote. Raises MemoryCheckpointMissing."""
+        """Loads a memory checkpoint that the same number of ranks wrote.
+
+        Raises MemoryCheckpointMissing on all ranks if one of them lacks it; the master weights of the others are then
+        those of the checkpoint, and the model's are not.
+        """
         state = self._full_state()
-        with torch.no_grad():
-            counts = checkpoints.read(version, state)
-        self.state.set_weights()
+        problem: MemoryCheckpointMissing | None = None
+        counts: dict[str, Any] = {}
+        try:
+            with torch.no_grad():
+                counts = checkpoints.read(version, state)
+        except MemoryCheckpointMissing as error:
+            problem = error
+        failed = self._first_failed(problem, f"memory checkpoint {version} is read")
+        if failed is not None:
+            raise MemoryCheckpointMissing(checkpoints.folder, failed, version, "that rank could not read it")
+        self._set_weights()
         self._set_counts(counts)
         set_random_state(state, self.ranks)
 
@@ -245,7 +263,7 @@ class DeepSpeedTrainer:
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
         """Raises TrainerUnsupported."""
-        raise TrainerUnsupported(KIND, self.role.field("trainer.offload"), "leave it out")
+        raise offload_unsupported(self.role)
 
     def onload(self) -> None:
         """Raises TrainerUnsupported."""
@@ -279,14 +297,18 @@ class DeepSpeedTrainer:
         self.engine.backward(outcome.loss * self.ranks.world, scale_wrt_gas=False)
         metrics.add(outcome)
 
-    def _agree(self, problem: CheckpointError | None, folder: Path) -> None:
-        """Raises CheckpointError on every rank if there is a problem on one. All ranks call it."""
+    def _first_failed(self, problem: Exception | None, why: str) -> int | None:
+        """Raises this rank's problem, if there is one; else returns the first rank with one. All ranks call it."""
         failed = torch.tensor([float(problem is not None)])
-        flags = self.ranks.gather(failed, why=f"{folder.name} is read")[:, 0].tolist()
+        flags = self.ranks.gather(failed, why)[:, 0].tolist()
         if problem is not None:
             raise problem
-        if any(flags):
-            raise CheckpointError(folder, f"rank {flags.index(1.0)} could not read its part; see its log")
+        return flags.index(1.0) if any(flags) else None
+
+    def _set_weights(self) -> None:
+        """Copies the master weights to the model's parameters. All ranks call it."""
+        self.state.set_weights()
+        recorder.raise_if_stalled()  # an aborted collective leaves them incomplete
 
     def _counts(self) -> dict[str, int]:
         before = {"steps_before_run": self.steps_before_run} if self.steps_before_run else {}
@@ -299,3 +321,9 @@ class DeepSpeedTrainer:
 
     def _full_state(self) -> dict[str, torch.Tensor]:
         return {name: rows.local for name, rows in self.state.state().items()} | random_state(self.ranks)
+
+
+def _sizes(policy: PolicyModel) -> tuple[int, int]:
+    """(size of the hidden states, number of parameters)."""
+    parameters = sum(each.numel() for each in dict(named_weights(policy)).values())
+    return int(policy.config.get_text_config().hidden_size), parameters

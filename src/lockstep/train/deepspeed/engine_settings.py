@@ -9,35 +9,41 @@ from difflib import get_close_matches
 from typing import Any
 
 from lockstep.config.train_role import TrainRole
+from lockstep.train.deepspeed.fixed_settings import FIXED, SECTIONS, fixed_names
 from lockstep.train.errors import TrainerUnsupported
 
 AUTO = "auto"
 KIND = "deepspeed"
 DEFAULT_STAGE = 2
+_REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's default of `reduce_bucket_size`, in elements."""
+_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""Those with values that `trainer.schedule` has too, as transformers' Trainer fills them."""
+_FP32, _BF16 = ("fp32", "float32", "float", "torch.float32"), ("bf16", "bfloat16", "torch.bfloat16")
+"""DeepSpeed's names of precisions (`deepspeed.runtime.config.DtypeEnum`)."""
 _STAGES = (0, 1, 2, 3)
 
 _PASSED = frozenset({
-    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "data_types",
-    "communication_data_type", "prescale_gradients", "gradient_predivide_factor", "disable_allgather",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger",
+    "communication_data_type", "disable_allgather",
 })  # fmt: skip
 """Settings that DeepSpeed gets unchanged."""
 _FILLED = frozenset({
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16",
-    "fp16", "optimizer", "scheduler", "zero_optimization",
+    "fp16", "optimizer", "scheduler", "zero_optimization", "data_types",
 })  # fmt: skip
 _ZERO = frozenset({
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "elastic_checkpoint",
-    "offload_param", "offload_optimizer", "sub_group_size", "cpu_offload", "cpu_offload_param",
-    "cpu_offload_use_pin_memory", "prefetch_bucket_size", "stage3_prefetch_bucket_size", "param_persistence_threshold",
-    "stage3_param_persistence_threshold", "model_persistence_threshold", "stage3_model_persistence_threshold",
+    "offload_param", "offload_optimizer", "sub_group_size", "prefetch_bucket_size",
+    "stage3_prefetch_bucket_size", "param_persistence_threshold", "stage3_param_persistence_threshold",
+    "model_persistence_threshold", "stage3_model_persistence_threshold",
     "max_live_parameters", "stage3_max_live_parameters", "max_reuse_distance", "stage3_max_reuse_distance",
     "gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save", "module_granularity_threshold", "stage3_module_granularity_threshold",
-    "use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", "allgather_sequential",
-    "stage3_allgather_sequential", "ignore_unused_parameters", "round_robin_gradients", "memory_efficient_linear",
-    "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings",
+    "stage3_gather_fp16_weights_on_model_save", "use_all_reduce_for_fetch_params",
+    "stage3_use_all_reduce_for_fetch_params", "allgather_sequential", "stage3_allgather_sequential",
+    "ignore_unused_parameters", "round_robin_gradients", "memory_efficient_linear", "pipeline_loading_checkpoint",
+    "override_module_apply", "log_trace_cache_warnings",
 })  # fmt: skip
 _ZERO_LACKING = {
     "zero_quantized_weights": "DeepSpeed's kernels for quantized communication are not tested with it",
@@ -51,12 +57,13 @@ _ZERO_LACKING = {
 }
 
 
-def engine_settings(role: TrainRole, dtype: str, hidden: int) -> dict[str, Any]:
+def engine_settings(role: TrainRole, dtype: str, hidden: int, parameters: int) -> dict[str, Any]:
     """Returns the settings of the role's engine, complete, without `optimizer` and `scheduler`: the trainer makes them.
 
     Args:
         dtype: precision of forward and backward, such as `bfloat16`.
-        hidden: size of the model's hidden states, from which bucket sizes follow.
+        hidden: size of the model's hidden states, from which `auto` bucket sizes follow.
+        parameters: number of the model's parameters, the largest bucket that it needs.
 
     Raises:
         TrainerUnsupported: a setting contradicts the run's config, or is not supported. It names both values.
@@ -64,6 +71,7 @@ def engine_settings(role: TrainRole, dtype: str, hidden: int) -> dict[str, Any]:
     given = dict(role.trainer.deepspeed or {})
     settings = _Settings(role, given)
     settings.check_names()
+    settings.check_fixed()
     trainer = role.trainer
     clipping = trainer.max_grad_norm or 0.0
     settings.check("gradient_clipping", given.get("gradient_clipping", AUTO), "max_grad_norm", clipping)
@@ -72,9 +80,11 @@ def engine_settings(role: TrainRole, dtype: str, hidden: int) -> dict[str, Any]:
     settings.check_precision(dtype)
     settings.check_optimizer()
     settings.check_scheduler()
-    zero = settings.zero(hidden)
+    accumulation = settings.accumulation(dtype)
+    zero = settings.zero(hidden, parameters)
     return {
-        **{name: value for name, value in given.items() if name in _PASSED and value != AUTO},
+        **{name: value for name, value in given.items() if name in _PASSED and value not in (AUTO, None)},
+        **({"data_types": {"grad_accum_dtype": accumulation}} if accumulation else {}),
         **({"zero_force_ds_cpu_optimizer": False} if _offloads(zero, "offload_optimizer") else {}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the trainer says which micro-batch of a step is the last
@@ -92,7 +102,23 @@ def zero_stage(role: TrainRole) -> int:
 
 def offloads_optimizer(role: TrainRole) -> bool:
     """Whether the optimizer's state stays in host memory."""
-    return _offloads((role.trainer.deepspeed or {}).get("zero_optimization", {}), "offload_optimizer")
+    return _offloads((role.trainer.deepspeed or {}).get("zero_optimization") or {}, "offload_optimizer")
+
+
+def overlaps_reduction(role: TrainRole) -> bool:
+    """Whether gradients are reduced during the backward pass at stages that need not (`overlap_comm`)."""
+    zero = (role.trainer.deepspeed or {}).get("zero_optimization") or {}
+    return zero.get("overlap_comm") not in (None, False, AUTO)
+
+
+def offload_unsupported(role: TrainRole) -> TrainerUnsupported:
+    """The error for `trainer.offload`, which is on where a role shares its devices and the config does not say."""
+    field = role.field("trainer.offload")
+    remedy = (
+        f"set {field}.parameters and {field}.optimizer to false, give the role devices of its own "
+        f"(placement.colocate), or set {role.field('trainer.kind')}=fsdp2"
+    )
+    return TrainerUnsupported(KIND, field, remedy)
 
 
 class _Settings:
@@ -101,8 +127,16 @@ class _Settings:
     def __init__(self, role: TrainRole, given: Mapping[str, Any]) -> None:
         self.role, self.given = role, given
 
+    def check_fixed(self) -> None:
+        """Raises TrainerUnsupported for a value that the engine would not follow, or could not run with."""
+        for path, (accepted, remedy) in FIXED.items():
+            *sections, name = path.split(".")
+            value = self._section(*sections).get(name)
+            if value not in (AUTO, None) and value not in accepted:
+                raise self._unsupported(f"{path} {value!r}", remedy)
+
     def check_names(self) -> None:
-        known = sorted(_PASSED | _FILLED)
+        known = sorted(_PASSED | _FILLED | fixed_names(""))
         for name in self.given:
             if name not in known:
                 raise self._unsupported(name, _nearest(name, known))
@@ -112,8 +146,13 @@ class _Settings:
                 value = self._section("zero_optimization")[name]
                 if value is True or value not in (False, None, -1, 1, AUTO):
                     raise self._unsupported(path, f"{_ZERO_LACKING[name]}: leave it out")
-            elif name not in _ZERO:
-                raise self._unsupported(path, _nearest(name, sorted(_ZERO)))
+            elif name not in _ZERO | fixed_names("zero_optimization"):
+                raise self._unsupported(path, _nearest(name, sorted(_ZERO | fixed_names("zero_optimization"))))
+        for section, known_names in SECTIONS.items():
+            for name in self._section(*section.split(".")):
+                if name not in known_names | fixed_names(section):
+                    close = _nearest(name, sorted(known_names | fixed_names(section)))
+                    raise self._unsupported(f"{section}.{name}", close)
 
     def check(self, name: str, value: Any, field: str, own: Any) -> None:
         """Raises TrainerUnsupported if a value is neither `auto` nor that of the run's field."""
@@ -162,6 +201,11 @@ class _Settings:
                 raise self._unsupported(f"optimizer.params.{name}", "leave it out")
 
     def check_scheduler(self) -> None:
+        kind = self._section("scheduler").get("type", AUTO)
+        if kind not in (AUTO, *_SCHEDULERS):
+            schedule = self.role.field("trainer.schedule")
+            remedy = f"the learning rate follows {schedule}: leave scheduler out"
+            raise self._unsupported(f"scheduler.type {kind!r}", remedy)
         for name, value in self._section("scheduler", "params").items():
             if value != AUTO:
                 schedule = self.role.field("trainer.schedule")
@@ -174,7 +218,24 @@ class _Settings:
             raise self._unsupported(f"zero_optimization.stage {stage!r}", "set it to 0, 1, 2 or 3")
         return int(stage)
 
-    def zero(self, hidden: int) -> dict[str, Any]:
+    def accumulation(self, dtype: str) -> str | None:
+        """The precision in which gradients are accumulated; None: that of the model's parameters.
+
+        In bfloat16, DeepSpeed's optimizer of stage 1 keeps sums in float32 by another optimizer, whose state is not
+        known to the checkpoints.
+        """
+        given, stage = self._section("data_types").get("grad_accum_dtype"), self.stage()
+        default = "fp32" if dtype == "bfloat16" and stage >= 2 else None
+        if given in (AUTO, None):
+            return default
+        accepted = _FP32 if dtype == "float32" else (*_FP32, *_BF16) if stage >= 2 else _BF16
+        if given not in accepted:
+            where = f"{self.role.field('model.dtype')} {dtype} at stage {stage}"
+            remedy = "leave it out" if dtype == "float32" else "leave it out, or set stage 2 or 3"
+            raise self._unsupported(f"data_types.grad_accum_dtype {given!r} with {where}", remedy)
+        return ("fp32" if given in _FP32 else "bf16") if default else None
+
+    def zero(self, hidden: int, parameters: int) -> dict[str, Any]:
         """The section `zero_optimization`, with sizes as transformers computes them. Other `auto` values are left out:
         DeepSpeed's defaults."""
         given, stage = self._section("zero_optimization"), self.stage()
@@ -184,22 +245,31 @@ class _Settings:
                 "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
                 "stage3_param_persistence_threshold": 10 * hidden,
             }
-        for place in ("offload_optimizer", "offload_param"):
-            self._check_offload(place, stage)
-        known = {name: value for name, value in given.items() if value != AUTO and name not in _ZERO_LACKING}
+        places = ("offload_optimizer", "offload_param")
+        known = {
+            name: value
+            for name, value in given.items()
+            if value not in (AUTO, None) and name in _ZERO and name not in places
+        }
         autos = {name: value for name, value in filled.items() if given.get(name) == AUTO}
-        return {**known, **autos, "stage": stage}
+        offloads = {place: section for place in places if (section := self._offload(place, stage))}
+        # DeepSpeed allocates whole buckets, of this size by default.
+        bucket = {"reduce_bucket_size": min(_REDUCE_BUCKET, parameters)}
+        return {**bucket, **known, **autos, **offloads, "stage": stage}
 
-    def _check_offload(self, place: str, stage: int) -> None:
-        section = self._section("zero_optimization", place)
+    def _offload(self, place: str, stage: int) -> dict[str, Any]:
+        """A section that offloads to host memory; empty if nothing is offloaded."""
+        given = self._section("zero_optimization", place)
+        section = {name: value for name, value in given.items() if value not in (AUTO, None)}
         device = section.get("device", "none")
-        if device not in ("none", None, "cpu"):
+        if device not in ("none", "cpu"):
             remedy = "it would need DeepSpeed's operation async_io: set it to cpu or none"
             raise self._unsupported(f"zero_optimization.{place}.device {device!r}", remedy)
         lowest = {"offload_optimizer": 1, "offload_param": 3}[place]
         if device == "cpu" and stage < lowest:
             remedy = f"it needs stage {lowest} or more: set the stage, or leave it out"
             raise self._unsupported(f"zero_optimization.{place} at stage {stage}", remedy)
+        return section if device == "cpu" else {}
 
     def _section(self, *path: str) -> Mapping[str, Any]:
         found: Any = self.given

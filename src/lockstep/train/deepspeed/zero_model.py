@@ -11,10 +11,11 @@ from lockstep.models.packing_probe import probe_fused_decoder
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.deepspeed.deepspeed_library import make_engine
+from lockstep.train.deepspeed.engine_settings import overlaps_reduction, zero_stage
 from lockstep.train.distributed import ParallelContext
 
 
-def load_model(role: TrainRole, ranks: ParallelContext, stage: int, seed: int | None = None) -> PolicyModel:
+def load_model(role: TrainRole, ranks: ParallelContext, seed: int | None = None) -> PolicyModel:
     """Loads the role's model.
 
     Args:
@@ -25,16 +26,24 @@ def load_model(role: TrainRole, ranks: ParallelContext, stage: int, seed: int | 
     """
     compute = resolve_dtype(role.model.dtype, ranks.device)
     policy = load_policy(role.model, ranks.device, meta=True, dtype=compute)
-    # Stage 2 puts gradients into its buckets in the order in which the backward pass computes them. With fused layers
-    # it depends on the row, and ranks would add gradients of different parameters. Stage 3 gathers the parameters of a
-    # module when it is called, and fused layers do not call their modules.
-    fuse = stage < 2
+    fuse = may_fuse(role)
     prepare_layers(policy, role.trainer, ranks.device, compute, fuse)
     folder = resolve_folder(role.model.path, role.model.revision)
     fill_policy(policy, folder, ranks.device, (ranks.rank, ranks.world), head_seed=seed)
     if fuse:
         probe_fused_decoder(policy)
     return policy
+
+
+def may_fuse(role: TrainRole) -> bool:
+    """Whether layers may be fused under the role's settings.
+
+    Stage 2, and stage 1 with `overlap_comm`, put gradients into their buckets in the order in which the backward pass
+    computes them. With fused layers it depends on the row, and ranks would add gradients of different parameters. Stage
+    3 gathers the parameters of a module when it is called, and fused layers do not call their modules.
+    """
+    stage = zero_stage(role)
+    return stage == 0 or (stage == 1 and not overlaps_reduction(role))
 
 
 class Reference:
@@ -44,10 +53,10 @@ class Reference:
         settings: of the engine of the trained model.
     """
 
-    def __init__(self, role: TrainRole, ranks: ParallelContext, stage: int, settings: Mapping[str, Any]) -> None:
-        self.policy = load_model(role, ranks, stage).requires_grad_(False)
-        self._engine = make_engine(ranks, self.policy, settings) if stage == 3 else None
-        if stage == 3:
+    def __init__(self, role: TrainRole, ranks: ParallelContext, settings: Mapping[str, Any]) -> None:
+        self.policy = load_model(role, ranks).requires_grad_(False)
+        self._engine = make_engine(ranks, self.policy, settings) if zero_stage(role) == 3 else None
+        if self._engine is not None:
             register_head(self.policy)
 
     def close(self) -> None:

@@ -116,6 +116,8 @@ class _FlatState:
 
     def _flat_gradients(self) -> Iterator[Tensor]:
         if self._offloads():
+            if hasattr(self._zero, "_wait_for_offload_copies"):  # stages 1 and 2 copy without blocking
+                self._zero._wait_for_offload_copies()
             yield from (flat.grad for flat in self._groups() if flat.grad is not None)
             return
         for group in self._zero.averaged_gradients.values():
@@ -149,7 +151,6 @@ class PartitionedState(_FlatState):
         if zero.cpu_offload:
             zero._offload_accumulated_param_ids = set()
             zero.reset_cpu_buffers()
-            return
         for group in zero.averaged_gradients:
             zero.averaged_gradients[group] = None
             zero.all_grad_tensors[group] = None

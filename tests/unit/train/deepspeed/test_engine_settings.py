@@ -9,7 +9,9 @@ import pytest
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
 from lockstep.config.train_role import TrainRole
-from lockstep.train.deepspeed.engine_settings import engine_settings, zero_stage
+from lockstep.train.deepspeed.deepspeed_plan import DeepSpeedPlanner
+from lockstep.train.deepspeed.engine_settings import engine_settings, offloads_optimizer, zero_stage
+from lockstep.train.deepspeed.zero_model import may_fuse
 from lockstep.train.errors import TrainerUnsupported
 
 AUTO_BATCH = {
@@ -97,7 +99,7 @@ def leaves(values: Any) -> list[Any]:
 def test_files_of_other_projects_are_taken_as_they_are(name: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(FILES[name]))
-    found = engine_settings(role_of(str(path)), "bfloat16", hidden=64)
+    found = engine_settings(role_of(str(path)), "bfloat16", hidden=64, parameters=10**6)
     assert "auto" not in leaves(found)
     assert found["bf16"] == {"enabled": True}
     assert found["gradient_clipping"] == 1.0
@@ -136,23 +138,128 @@ def test_files_of_other_projects_are_taken_as_they_are(name: str, tmp_path: Path
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param at stage 2"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients"),
         ({"zero_optimization": 3}, "it must be a JSON object"),
+        ({"prescale_gradients": True}, "prescale_gradients True"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor 2.0"),
+        ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer False"),
+        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer True"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type 'OneCycle'"),
+        ({"bf16": {"immediate_grad_update": True}}, "bf16.immediate_grad_update True"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states True"),
+        ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow False"),
+        ({"bf16": {"enable": True}}, "did you mean enabled?"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype 'bf16' with model.dtype float32 at stage 2"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype 'bf16'"),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean grad_accum_dtype?"),
+        ({"zero_optimization": {"cpu_offload": True}}, "set zero_optimization.offload_optimizer.device"),
+        ({"zero_optimization": {"cpu_offload_param": True}}, "set zero_optimization.offload_param.device"),
+        ({"zero_optimization": {"cpu_offload_use_pin_memory": True}}, "cpu_offload_use_pin_memory True"),
+        (
+            {"zero_optimization": {"module_granularity_threshold": 5}},
+            "zero_optimization.module_granularity_threshold 5",
+        ),
+        ({"zero_optimization": {"stage3_module_granularity_threshold": 5}}, "stage3_module_granularity_threshold 5"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "offload_optimizer.ratio 0.5"),
+        ({"zero_optimization": {"offload_optimizer": {"super_offload": True}}}, "super_offload True"),
+        ({"zero_optimization": {"offload_optimizer": {"pin_memry": True}}}, "did you mean pin_memory?"),
     ],
 )
 def test_what_contradicts_the_run_is_refused_with_both_values(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TrainerUnsupported) as caught:
-        engine_settings(role_of(given), "float32", hidden=64)
+        engine_settings(role_of(given), "float32", hidden=64, parameters=10**6)
     assert message in str(caught.value)
+
+
+OFF = {
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "communication_data_type": None,
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "bf16": {"enabled": "auto", "immediate_grad_update": False, "check_grad_overflow": True},
+    "data_types": {"grad_accum_dtype": "auto"},
+    "zero_optimization": {
+        "stage": 2, "cpu_offload": False, "cpu_offload_param": None, "stage3_module_granularity_threshold": 0,
+        "offload_optimizer": {"device": "cpu", "pin_memory": "auto", "ratio": 1.0, "super_offload": False},
+        "offload_param": {"device": "auto"},
+    },
+}  # fmt: skip
+"""Values that ask for nothing special."""
+
+
+def test_values_that_ask_for_nothing_are_taken_and_auto_is_left_to_deepspeed() -> None:
+    found = engine_settings(role_of(OFF), "float32", hidden=64, parameters=1000)
+    assert "auto" not in leaves(found)
+    assert found["zero_optimization"] == {
+        "stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.0, "super_offload": False},
+        "reduce_bucket_size": 1000,
+    }  # fmt: skip
+    assert "data_types" not in found
+
+
+@pytest.mark.parametrize("value", [None, {}, {"zero_optimization": None}])
+def test_absent_sections_are_empty(value: Any) -> None:
+    role = role_of(value)
+    assert not offloads_optimizer(role)
+    assert engine_settings(role, "float32", hidden=64, parameters=10)["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "expected"),
+    [
+        (1, None, None),
+        (1, "bf16", None),
+        (2, None, "fp32"),
+        (3, "auto", "fp32"),
+        (3, "fp32", "fp32"),
+        (2, "bf16", "bf16"),
+    ],
+)
+def test_bfloat16_gradients_are_summed_in_float32_unless_the_settings_say_otherwise(
+    stage: int, given: str | None, expected: str | None
+) -> None:
+    role = role_of({"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": given}})
+    found = engine_settings(role, "bfloat16", hidden=64, parameters=10)
+    assert found.get("data_types") == (expected and {"grad_accum_dtype": expected})
+
+
+def test_stage_1_cannot_sum_bfloat16_gradients_in_float32() -> None:
+    role = role_of({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}})
+    with pytest.raises(TrainerUnsupported, match=r"grad_accum_dtype 'fp32' .* at stage 1.*set stage 2 or 3"):
+        engine_settings(role, "bfloat16", hidden=64, parameters=10)
+
+
+@pytest.mark.parametrize(
+    ("zero", "fuses"),
+    [
+        ({"stage": 0}, True),
+        ({"stage": 1}, True),
+        ({"stage": 1, "overlap_comm": True}, False),
+        ({}, False),
+        ({"stage": 3}, False),
+    ],
+)
+def test_layers_are_fused_only_where_the_order_of_gradients_does_not_matter(zero: dict[str, Any], fuses: bool) -> None:
+    assert may_fuse(role_of({"zero_optimization": zero})) is fuses
+
+
+def test_a_role_that_shares_its_devices_says_what_to_do() -> None:
+    role = role_of(offload={"parameters": True})
+    with pytest.raises(TrainerUnsupported) as caught:
+        DeepSpeedPlanner().check(role)
+    for part in ("trainer.offload.parameters and trainer.offload.optimizer to false", "devices of its own", "fsdp2"):
+        assert part in str(caught.value)
 
 
 def test_values_that_agree_are_taken() -> None:
     given = {"gradient_clipping": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}}}
     role = role_of(given, max_grad_norm=2.0, optimizer={"lr": 1e-4, "betas": [0.9, 0.95]})
-    assert engine_settings(role, "float32", hidden=64)["gradient_clipping"] == 2.0
+    assert engine_settings(role, "float32", hidden=64, parameters=10**6)["gradient_clipping"] == 2.0
 
 
 def test_stage_0_has_no_master_weights_for_bfloat16() -> None:
     with pytest.raises(TrainerUnsupported, match="bfloat16 at stage 0"):
-        engine_settings(role_of({"zero_optimization": {"stage": 0}}), "bfloat16", hidden=64)
+        engine_settings(role_of({"zero_optimization": {"stage": 0}}), "bfloat16", hidden=64, parameters=10**6)
 
 
 def test_settings_need_the_kind_and_a_file_that_can_be_read(tmp_path: Path) -> None:

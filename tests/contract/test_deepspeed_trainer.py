@@ -1,0 +1,84 @@
+"""What only the DeepSpeed trainer has, and short cases of the contract at all its stages, on two ranks."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import deepspeed_ranks
+import pytest
+import trainer_ranks as tr
+from test_trainer import TIGHT, apart, assert_resumed, assert_same_rows, weights_of
+
+from lockstep.train.deepspeed.deepspeed_library import require_deepspeed
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("trainer-deepspeed-short"),
+    pytest.mark.skipif(
+        find_spec("deepspeed") is None, reason="the package deepspeed is not installed: script/bootstrap --deepspeed"
+    ),
+]
+KINDS = (*deepspeed_ranks.FEW, *deepspeed_ranks.OFFLOADED)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("deepspeed")
+    tr.make_models(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> dict[str, list[tr.Result]]:
+    return tr.launch(folder, 2, deepspeed_ranks.CASES, module="deepspeed_ranks")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_compute_what_torch_and_transformers_do(
+    kind: str, folder: Path, pair: dict[str, list[tr.Result]]
+) -> None:
+    truth, ranks = tr.truth(folder, tr.config(folder, "qwen2", "grpo")), pair[f"{kind}:qwen2-grpo-split"]
+    assert apart(weights_of(ranks), weights_of([truth])) < TIGHT
+    for found, expected in zip(ranks[0].metrics, truth.metrics, strict=True):
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=TIGHT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_not_finite_leaves_nothing_behind(kind: str, pair: dict[str, list[tr.Result]]) -> None:
+    for result in pair[f"{kind}:non_finite"]:
+        assert result.extra["error"][1:] == (1, "loss", [(1, 1)])
+        assert result.extra["untouched"]
+        assert result.metrics == result.extra["without"].metrics
+        assert_same_rows(result.weights, result.extra["without"].weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_bitwise(kind: str, pair: dict[str, list[tr.Result]]) -> None:
+    assert_resumed(pair[f"{kind}:resume"])
+
+
+@pytest.mark.parametrize("kind", deepspeed_ranks.BFLOAT16)
+def test_bfloat16_is_near_float32(kind: str, folder: Path, pair: dict[str, list[tr.Result]]) -> None:
+    """bfloat16 has 8 bits of precision: 2^-8 is 0.4 %."""
+    truth, ranks = tr.truth(folder, tr.config(folder, "llama", "sft")), pair[f"{kind}:bfloat16"]
+    assert ranks[0].metrics == ranks[1].metrics
+    for found, expected in zip(ranks[0].metrics, truth.metrics, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=2**-8)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
+        assert found["lr"] == expected["lr"]
+    assert ranks[0].metrics[-1]["loss"] < ranks[0].metrics[0]["loss"]
+
+
+@pytest.mark.parametrize("kind", deepspeed_ranks.DAMAGED)
+def test_a_memory_checkpoint_that_one_rank_cannot_read_is_refused_by_all(
+    kind: str, pair: dict[str, list[tr.Result]]
+) -> None:
+    messages = [result.extra["error"] for result in pair[f"{kind}:damaged"]]
+    assert all("no copy of version 2 of rank 1's state" in message for message in messages)
+    assert "its content is damaged" in messages[1]
+    for result in pair[f"{kind}:damaged"]:
+        assert_same_rows(result.weights, result.extra["first"])
+
+
+def test_the_installed_version_is_supported() -> None:
+    require_deepspeed("trainer.kind")

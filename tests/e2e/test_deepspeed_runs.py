@@ -1,0 +1,87 @@
+"""Whole runs with the DeepSpeed trainer on two gloo ranks: losses are those of FSDP2, and a killed run resumes."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Launched, config, metric_rows, prompts_used, task, train, weights, write
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="the package deepspeed is not installed"),
+]
+STAGES = (1, 2, 3)
+STEPS = 10
+OPTIMIZER = {"lr": 1e-3, "eps": 1e-5}
+"""A larger eps: else AdamW turns gradients that are only rounding errors into full updates."""
+
+
+def trainer(stage: int | None) -> dict[str, Any]:
+    """The settings of a trainer: FSDP2's for None, else DeepSpeed's at a stage."""
+    common = {"ranks": 2, "threads": 1, "optimizer": OPTIMIZER}
+    if stage is None:
+        return common
+    return {**common, "kind": "deepspeed", "deepspeed": {"zero_optimization": {"stage": stage}}}
+
+
+def run_values(home: Path, recipe: str, stage: int | None) -> dict[str, Any]:
+    """A run without evaluations."""
+    name = f"{recipe}-{'fsdp2' if stage is None else stage}"
+    chosen: dict[str, Any] = {"trainer": trainer(stage)}
+    base = "grpo" if recipe == "ppo" else recipe
+    values = config(home, base, name=name, steps=STEPS, evaluation=None, **chosen)
+    if recipe == "ppo":
+        del values["group_size"], values["loss"]
+        values |= {"recipe": "ppo", "critic": {"trainer": chosen["trainer"]}}
+    return values
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int | None], list[float]]:
+    home = task(tmp_path_factory.mktemp("deepspeed"))
+    known: dict[tuple[str, int | None], list[float]] = {}
+
+    def of(recipe: str, stage: int | None) -> list[float]:
+        if (recipe, stage) not in known:
+            rows = metric_rows(train(home, run_values(home, recipe, stage)))
+            known[recipe, stage] = [row[name] for row in rows for name in sorted(row) if name.endswith("/loss")]
+        return known[recipe, stage]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stage"),
+    [
+        pytest.param(recipe, stage, marks=[] if (recipe, stage) == ("sft", 2) else [pytest.mark.slow])
+        for recipe in ("sft", "preference", "grpo", "ppo")
+        for stage in STAGES
+    ],
+)
+def test_losses_are_those_of_fsdp2(recipe: str, stage: int, losses: Callable[[str, int | None], list[float]]) -> None:
+    expected = losses(recipe, None)
+    assert len(expected) >= STEPS
+    assert losses(recipe, stage) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_run_resumes_with_equal_weights(stage: int, tmp_path: Path) -> None:
+    home = task(tmp_path)
+
+    def start(name: str, hold: dict[str, Any] | None = None) -> Launched:
+        values = {**run_values(home, "grpo", stage), "name": name, "steps": 4, "checkpoint": {"every": 2}}
+        return Launched.start(home / "runs" / name, str(write(home, values)), **({"hold": hold} if hold else {}))
+
+    undisturbed = start("undisturbed")
+    assert undisturbed.finish() == 0, undisturbed.text()
+    killed = start("killed", {"stage": "train", "seconds": 0.3, "at_end": False})
+    killed.wait_for("train", 3)
+    killed.kill()
+    killed = Launched.resume(killed.folder)
+    assert killed.finish() == 0, killed.text()
+    assert prompts_used(killed.folder) == prompts_used(undisturbed.folder)
+    assert weights(killed.folder) == weights(undisturbed.folder)
