@@ -12,7 +12,7 @@ from lockstep.train.deepspeed.deepspeed_library import require_deepspeed
 
 pytestmark = [
     pytest.mark.deepspeed,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.xdist_group("trainer-deepspeed-short"),
     pytest.mark.skipif(
         find_spec("deepspeed") is None, reason="the package deepspeed is not installed: script/bootstrap --deepspeed"
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> dict[str, list[tr.Result]]:
-    return tr.launch(folder, 2, deepspeed_ranks.CASES, module="deepspeed_ranks")
+    return tr.launch(folder, 2, deepspeed_ranks.CASES, module="deepspeed_ranks", limit_s=500)
 
 
 @pytest.mark.parametrize("kind", KINDS)
