@@ -40,7 +40,7 @@ Results = dict[str, list[tr.Result]]
 
 
 def marks(kind: str) -> list[pytest.MarkDecorator]:
-    found = [pytest.mark.xdist_group(f"trainer-{kind}")]
+    found = [pytest.mark.xdist_group(f"trainer-{kind}"), pytest.mark.timeout(600)]
     if kind in tr.DEEPSPEED:
         missing = find_spec("deepspeed") is None
         why = "the package deepspeed is not installed: script/bootstrap --deepspeed"
@@ -102,7 +102,7 @@ def pair(folder: Path, kind: str, alone: Results) -> Results:
     """Results of the cases on two ranks. They load checkpoints of the cases with one rank."""
     if tr.DEVICE == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each rank")
-    found = tr.launch(folder, 2, [f"{kind}:{name}" for name in tr.cases_of(kind, folder)])
+    found = tr.launch(folder, 2, [f"{kind}:{name}" for name in tr.cases_of(kind, folder)], limit_s=500)
     return {name.partition(":")[2]: results for name, results in found.items()}
 
 

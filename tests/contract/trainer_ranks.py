@@ -303,8 +303,9 @@ Case = Callable[[Path, ParallelContext, int], Result]
 def launch(
     folder: Path, world: int, cases: Iterable[str], module: str = __name__, replicas: int = 1, limit_s: float = 150.0
 ) -> dict[str, list[Result]]:
-    """Runs cases of a module's `CASES` one after the other on `world` ranks, for `limit_s` seconds at most; their results
-    by name, in rank order."""
+    """Runs cases of a module's `CASES` one after the other on `world` ranks, for `limit_s` seconds at most.
+
+    Returns their results by name, in rank order."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "lockstep.train.trainer_service", module])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
