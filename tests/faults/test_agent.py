@@ -355,7 +355,7 @@ def controller(run: str, folder: Path, grace: float) -> Iterator[tuple["subproce
     try:
         assert process.stdout.readline() == "up\n"
         for name in ("stubborn", "sleep", "polite"):
-            until(lambda name=name: (folder / f"{name}.log").read_text(), 20, name)  # type: ignore[misc]
+            until(lambda log=folder / f"{name}.log": log.exists() and log.read_text(), 20, name)  # type: ignore[misc]
         agent = ServiceAddress.read(folder).pid
         pids += [agent, *(child.pid for child in psutil.Process(agent).children(recursive=True))]
         yield process, pids
