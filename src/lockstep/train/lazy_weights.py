@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.train.distributed import ParallelContext, shard_rows
-from lockstep.train.trainer_protocol import BucketWeights, GatheredRows
+from lockstep.train.trainer_protocol import BucketWeights, GatheredRows, ParameterShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,17 @@ class LazyWeight:
     """Returns this rank's rows; a view of the trainer's memory if nothing is merged."""
     constant: bool = False
     """Whether the weight is the same in every version."""
+
+
+def own_shards(weights: Mapping[str, LazyWeight], ranks: ParallelContext) -> Iterator[ParameterShard]:
+    """Yields this rank's rows of the weights, for weight sync. Ranks with copies of the same rows take turns, so that
+    every row is written once."""
+    for index, (name, weight) in enumerate(weights.items()):
+        if index % ranks.replicas != ranks.replica:
+            continue
+        rows = weight.rows()
+        if rows.numel():
+            yield ParameterShard(name, weight.shape, ranks.rows(weight.shape[0])[0], rows, weight.constant)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ AdamW is elementwise, so every rank updates its own rows as plain tensors, witho
 import math
 import re
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,16 @@ def norm_parameter_ids(model: nn.Module) -> set[int]:
     """Returns the `id` of every parameter of an `nn.LayerNorm`, whatever its name is (GPT-2: `ln_1`)."""
     modules = (module for module in model.modules() if isinstance(module, nn.LayerNorm))
     return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def decay_groups(model: nn.Module, weights: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Returns the groups of torch's optimizers: the weights that decay, and those that do not. One may be empty."""
+    norms = norm_parameter_ids(model)
+    decays = {name: is_decayed(name) and id(each) not in norms for name, each in weights.items()}
+    return [
+        {"params": [each for name, each in weights.items() if decays[name] is decayed], "weight_decay": decay}
+        for decayed, decay in ((True, weight_decay), (False, 0.0))
+    ]
 
 
 class ShardedAdamW:

@@ -181,16 +181,43 @@ def load_checkpoint(
     ranks: ParallelContext,
     expected: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Fills this rank's tensors from a checkpoint that any number of ranks wrote. Uses no collectives.
+    """Fills this rank's tensors from a checkpoint; see `read_checkpoint`. Changes no tensor unless everything could be
+    read. Returns the manifest."""
+    found = read_checkpoint(folder, sharded, whole, ranks, expected)
+    found.fill()
+    return found.manifest
 
-    Changes no tensor unless everything could be read. Tensors in `whole` that the checkpoint lacks, because fewer
-    ranks wrote it, keep their values.
+
+@dataclass(frozen=True, slots=True)
+class ReadCheckpoint:
+    """What a rank has read of a checkpoint."""
+
+    manifest: dict[str, Any]
+    values: dict[str, Tensor]
+    """In host memory, by name."""
+    targets: dict[str, Tensor]
+    """The tensors that are to get the values."""
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copies the values to this rank's tensors."""
+        for name, target in self.targets.items():
+            target.copy_(self.values[name])
+
+
+def read_checkpoint(
+    folder: Path,
+    sharded: Mapping[str, LocalRows],
+    whole: Mapping[str, Tensor],
+    ranks: ParallelContext,
+    expected: Mapping[str, Any] | None = None,
+) -> ReadCheckpoint:
+    """Reads the values of this rank's tensors from a checkpoint that any number of ranks wrote. Uses no collectives.
+
+    Tensors in `whole` that the checkpoint lacks, because fewer ranks wrote it, are left out.
 
     Args:
         expected: values that the manifest must contain, such as the digest of an adapter's base model.
-
-    Returns:
-        The manifest.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged, has other parameters, or other values than `expected`.
@@ -208,19 +235,13 @@ def load_checkpoint(
         if stored is None or stored.shape not in (tuple(rows.shape), (torch.Size(rows.shape).numel(),)):
             what = "does not have" if stored is None else f"has with shape {stored.shape}"
             raise CheckpointError(folder, f"belongs to another model: it {what} {name!r}, expected shape {rows.shape}")
-    tensors = {name: rows.local for name, rows in sharded.items()}
-    tensors |= {name: tensor for name, tensor in whole.items() if name in index.tensors}
+    targets = {name: rows.local for name, rows in sharded.items()}
+    targets |= {name: tensor for name, tensor in whole.items() if name in index.tensors}
     # Contiguous ones, whatever the strides of the tensors to fill.
-    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    for name, tensor in state.items():
-        read_elements(folder, index, name, sharded[name].first_element(ranks) if name in sharded else 0, tensor)
-    with torch.no_grad():
-        for name, rows in sharded.items():
-            rows.local.copy_(state[name])
-        for name, tensor in whole.items():
-            if name in state:
-                tensor.copy_(state[name])
-    return index.manifest
+    values = {name: torch.empty(target.shape, dtype=target.dtype) for name, target in targets.items()}
+    for name, value in values.items():
+        read_elements(folder, index, name, sharded[name].first_element(ranks) if name in sharded else 0, value)
+    return ReadCheckpoint(index.manifest, values, targets)
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

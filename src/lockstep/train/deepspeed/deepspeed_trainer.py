@@ -15,9 +15,8 @@ from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.hf_checkpoint import named_weights
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
-from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
-from lockstep.train.checkpoints.checkpoint import CheckpointWriter, load_checkpoint
+from lockstep.train.checkpoints.checkpoint import CheckpointWriter, read_checkpoint
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
@@ -28,12 +27,12 @@ from lockstep.train.deepspeed.zero_model import Reference, load_model, register_
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, MemoryCheckpointMissing
-from lockstep.train.forward.target_values import evaluate_each, target_values
-from lockstep.train.lazy_weights import gather_buckets
+from lockstep.train.forward.target_values import add_reference, evaluate_each, split_outputs, target_values
+from lockstep.train.lazy_weights import gather_buckets, own_shards
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
 from lockstep.train.model_export import export_model
 from lockstep.train.objective import check_fields, make_objective
-from lockstep.train.optimizer import is_decayed, learning_rate, norm_parameter_ids, square_norm
+from lockstep.train.optimizer import decay_groups, learning_rate, square_norm
 from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_protocol import BucketWeights, GatheredRows, ParameterInfo, ParameterShard, StepStats
 from lockstep.watch.beacon.writer import current_beacon
@@ -63,14 +62,14 @@ class DeepSpeedTrainer:
         """The ranks as holders of the model's parameters: below stage 3, each holds a copy."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
         self.policy = load_model(role, ranks, role.seed)
-        settings = engine_settings(role, dtype, *_sizes(self.policy))
-        self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         self.weights = dict(named_weights(self.policy))
+        elements = sum(each.numel() for each in self.weights.values())
+        settings = engine_settings(role, dtype, int(self.policy.config.get_text_config().hidden_size), elements)
+        self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         self.optimizer = self._make_optimizer()
         self.engine = make_engine(ranks, self.policy, settings, self.optimizer)
         if self.stage == 3:
             register_head(self.policy)
-        self.weights = dict(named_weights(self.policy))
         self.state = make_state(self.engine, self.stage, self.weights, ranks.rank == 0)
         self.published = PublishedWeights(self.weights, self.copies)
         self.has_reference = role.holds_reference
@@ -110,19 +109,13 @@ class DeepSpeedTrainer:
         Raises:
             ValueError: reference log-probabilities are requested and no reference is loaded.
         """
-        if "reference_logprobs" in outputs and self.reference is None:
-            raise ValueError(
-                "reference_logprobs are requested, but these ranks hold no reference: loss.kl.coefficient is 0, or the "
-                "role `reference` serves it"
-            )
+        policy_outputs = split_outputs(outputs, self.has_reference)
         settings = self.ranks.device, self.role.temperature, self.role.trainer.head_chunk
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
-        if policy_outputs := [name for name in outputs if name != "reference_logprobs"]:
+        if policy_outputs:
             results = evaluate_each(self.policy, microbatches, policy_outputs, *settings)
         if "reference_logprobs" in outputs and self.reference is not None:
-            values = evaluate_each(self.reference.policy, microbatches, ["logprobs"], *settings)
-            for result, value in zip(results, values, strict=True):
-                result["reference_logprobs"] = value["logprobs"]
+            add_reference(results, self.reference.policy, microbatches, *settings)
         return results
 
     def step(self, microbatches: Sequence[MicroBatch[np.ndarray]]) -> StepStats:
@@ -169,12 +162,7 @@ class DeepSpeedTrainer:
 
     def shards(self) -> Iterator[ParameterShard]:
         """Yields the rows of every weight that this rank publishes. All ranks call it."""
-        for index, (name, weight) in enumerate(self.published.rows().items()):
-            if index % self.copies.replicas != self.copies.replica:
-                continue  # ranks with a copy take turns, so that every row is written once
-            rows = weight.rows()
-            if rows.numel():
-                yield ParameterShard(name, weight.shape, self.copies.rows(weight.shape[0])[0], rows)
+        yield from own_shards(self.published.rows(), self.copies)
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
         """Yields every weight, bucket by bucket; see `gather_buckets`."""
@@ -197,31 +185,25 @@ class DeepSpeedTrainer:
             CheckpointError: the checkpoint is incomplete or belongs to another model; nothing was changed.
         """
         state, random = self.state.state(), random_state(self.ranks)
-        copies = {
-            name: replace(rows, local=torch.empty(rows.local.shape, dtype=rows.local.dtype))
-            for name, rows in state.items()
-        }
         problem: CheckpointError | None = None
-        manifest: dict[str, Any] = {}
+        found, inherited = None, None
         try:
             inherited = read_manifest(folder).get(INHERITED)
             if inherited == "weights":
-                copies = {name: rows for name, rows in copies.items() if name.startswith("parameter.")}
-            manifest = load_checkpoint(folder, copies, random if inherited is None else {}, self.writer.ranks)
+                state = {name: rows for name, rows in state.items() if name.startswith("parameter.")}
+            found = read_checkpoint(folder, state, random if inherited is None else {}, self.writer.ranks)
         except CheckpointError as error:
             problem = error
         failed = self._first_failed(problem, f"{folder.name} is read")
-        if failed is not None:
+        if found is None or failed is not None:
             raise CheckpointError(folder, f"rank {failed} could not read its part; see its log")
-        with torch.no_grad():
-            for name, rows in copies.items():
-                state[name].local.copy_(rows.local)
+        found.fill()
         self._set_weights()
         if inherited == "weights":
             reset_moments(self.optimizer)
             self.optimizer_step = self.steps_before_run = 0
             return
-        self._set_counts(manifest)
+        self._set_counts(found.manifest)
         if inherited == "all":
             self.steps_before_run = self.optimizer_step
         else:
@@ -281,12 +263,8 @@ class DeepSpeedTrainer:
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         """AdamW of torch, which needs no compiler, with the groups of the FSDP2 trainer."""
-        settings, norms = self.role.trainer.optimizer, norm_parameter_ids(self.policy)
-        decays = {name: is_decayed(name) and id(each) not in norms for name, each in self.weights.items()}
-        groups = [
-            {"params": [each for name, each in self.weights.items() if decays[name] is decayed], "weight_decay": decay}
-            for decayed, decay in ((True, settings.weight_decay), (False, 0.0))
-        ]
+        settings = self.role.trainer.optimizer
+        groups = decay_groups(self.policy, self.weights, settings.weight_decay)
         present = [group for group in groups if group["params"]]
         return torch.optim.AdamW(present, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
@@ -321,9 +299,3 @@ class DeepSpeedTrainer:
 
     def _full_state(self) -> dict[str, torch.Tensor]:
         return {name: rows.local for name, rows in self.state.state().items()} | random_state(self.ranks)
-
-
-def _sizes(policy: PolicyModel) -> tuple[int, int]:
-    """(size of the hidden states, number of parameters)."""
-    parameters = sum(each.numel() for each in dict(named_weights(policy)).values())
-    return int(policy.config.get_text_config().hidden_size), parameters

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.config.algorithm import ModelOutput
+from lockstep.config.algorithm import ModelOutput, TrainerOutput
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.forward.kept_forward import KeptForward
@@ -65,3 +65,31 @@ def evaluate_each(
         results[number] = {name: values[name].detach().float().cpu().numpy() for name in outputs}
         current_beacon().progress("microbatches", done, len(microbatches))
     return results
+
+
+def split_outputs(outputs: Sequence[TrainerOutput], has_reference: bool) -> list[ModelOutput]:
+    """Returns those of the outputs that the trained model computes.
+
+    Raises:
+        ValueError: reference log-probabilities are requested and no reference is loaded.
+    """
+    if "reference_logprobs" in outputs and not has_reference:
+        raise ValueError(
+            "reference_logprobs are requested, but these ranks hold no reference: loss.kl.coefficient is 0, or the "
+            "role `reference` serves it"
+        )
+    return [name for name in outputs if name != "reference_logprobs"]
+
+
+def add_reference(
+    results: Sequence[dict[str, np.ndarray]],
+    reference: PolicyModel,
+    microbatches: Sequence[MicroBatch[np.ndarray]],
+    device: torch.device,
+    temperature: float,
+    chunk: int,
+) -> None:
+    """Adds `reference_logprobs`, float32 `[targets]`, to the results of each micro-batch."""
+    values = evaluate_each(reference, microbatches, ["logprobs"], device, temperature, chunk)
+    for result, value in zip(results, values, strict=True):
+        result["reference_logprobs"] = value["logprobs"]

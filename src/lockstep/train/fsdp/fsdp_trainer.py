@@ -25,7 +25,7 @@ from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.forward.kept_forward import KeptForward
-from lockstep.train.forward.target_values import evaluate_each, target_values
+from lockstep.train.forward.target_values import add_reference, evaluate_each, split_outputs, target_values
 from lockstep.train.fsdp.merged_weights import MergedWeights
 from lockstep.train.fsdp.moving_reference import mix_into_reference, reference_rows
 from lockstep.train.fsdp.parallelize import (
@@ -38,7 +38,7 @@ from lockstep.train.fsdp.parallelize import (
     move_weights,
     parameter_dtype,
 )
-from lockstep.train.lazy_weights import gather_buckets
+from lockstep.train.lazy_weights import gather_buckets, own_shards
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
 from lockstep.train.model_export import export_adapter, export_model
 from lockstep.train.objective import check_fields, make_objective
@@ -158,22 +158,16 @@ class FSDP2Trainer:
             ValueError: reference log-probabilities are requested and no reference is loaded.
         """
         self._check_on_device()
-        if "reference_logprobs" in outputs and not self.has_reference:
-            raise ValueError(
-                "reference_logprobs are requested, but these ranks hold no reference: loss.kl.coefficient is 0, or the "
-                "role `reference` serves it"
-            )
+        policy_outputs = split_outputs(outputs, self.has_reference)
         settings = self.ranks.device, self.role.temperature, self.role.trainer.head_chunk
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
-        if policy_outputs := [name for name in outputs if name != "reference_logprobs"]:
+        if policy_outputs:
             self.kept.clear()
             kept = self.kept if tuple(policy_outputs) == self.objective.outputs else None
             results = evaluate_each(self.policy, microbatches, policy_outputs, *settings, kept)
         if "reference_logprobs" in outputs:
             with self._as_reference() as reference:
-                values = evaluate_each(reference, microbatches, ["logprobs"], *settings)
-            for result, value in zip(results, values, strict=True):
-                result["reference_logprobs"] = value["logprobs"]
+                add_reference(results, reference, microbatches, *settings)
         for model in self._models():
             free_gathered(model)
         return results
@@ -229,12 +223,7 @@ class FSDP2Trainer:
 
     def shards(self) -> Iterator[ParameterShard]:
         """Yields this rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
-        for index, (name, weight) in enumerate(self.merged_weights.merged().items()):
-            if index % self.ranks.replicas != self.ranks.replica:
-                continue  # replicas take turns, so that every row is written once
-            rows = weight.rows()
-            if rows.numel():
-                yield ParameterShard(name, weight.shape, self.ranks.rows(weight.shape[0])[0], rows, weight.constant)
+        yield from own_shards(self.merged_weights.merged(), self.ranks)
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
         """Yields every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
