@@ -57,6 +57,14 @@ class _FollowedMember:
 
 
 @dataclass(slots=True)
+class _FollowedCommunicator:
+    members: set[MemberKey]
+    """The members that made the calls."""
+    usual: dict[int, FollowedCall] = field(default_factory=dict)
+    """The first known call of each sequence number."""
+
+
+@dataclass(slots=True)
 class _Difference:
     """The first sequence number at which two members of a communicator made different calls."""
 
@@ -71,11 +79,10 @@ class CallComparison:
 
     def __init__(self) -> None:
         self._members: dict[MemberKey, _FollowedMember] = {}
-        self._usual: dict[int, dict[int, FollowedCall]] = {}
-        """For each communicator, by its identity, the first known call of each sequence number."""
-        self._compared: dict[int, set[MemberKey]] = {}
-        """The members that made these calls."""
+        self._communicators: dict[int, _FollowedCommunicator] = {}
+        """By identity."""
         self._differences: dict[int, _Difference] = {}
+        """By the identity of the communicator. Those that are reported outlive what is known of it otherwise."""
         self._unread = MOST_READ
         """Calls that this update may still read."""
         self._next = 0
@@ -125,8 +132,8 @@ class CallComparison:
         later one of that identity counts anew. A reported difference remains while one of its members is given."""
         for key in self._members.keys() - present:
             del self._members[key]
-        for identity in [each for each, keys in self._compared.items() if keys.isdisjoint(present)]:
-            del self._compared[identity], self._usual[identity]
+        for identity in [each for each, known in self._communicators.items() if known.members.isdisjoint(present)]:
+            del self._communicators[identity]
             if identity in self._differences and self._differences[identity].shown is None:
                 del self._differences[identity]
         self._differences = {
@@ -140,11 +147,10 @@ class CallComparison:
         if difference is not None and difference.shown is not None:
             return
         keys = {_member_key(*each) for each in members}
-        before = self._compared.setdefault(identity, keys)
-        if {pid for pid, *_ in before - keys} & {pid for pid, *_ in keys - before}:
+        known = self._communicators.setdefault(identity, _FollowedCommunicator(keys))
+        if {pid for pid, *_ in known.members - keys} & {pid for pid, *_ in keys - known.members}:
             return  # created again, and not yet by all
-        self._compared[identity] = keys
-        usual = self._usual.setdefault(identity, {})
+        known.members, usual = keys, known.usual
         for process, record in members:
             followed = self._members.setdefault(
                 _member_key(process, record), _FollowedMember(CallFollower(record.slot))

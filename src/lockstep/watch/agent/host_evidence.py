@@ -13,7 +13,7 @@ from lockstep.base.secrets import redact, redact_environment, secret_values
 from lockstep.watch.agent.process_monitor import ProcessState
 from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.beacon.reader import read_beacon
-from lockstep.watch.procfs import exit_causes
+from lockstep.watch.procfs import exit_causes, processes
 
 DUMP_BYTES = 4 << 20
 """The limit for all flight-recorder dumps of a host."""
@@ -102,13 +102,8 @@ def _process_to_json(process: ProcessState) -> dict[str, Any]:
 def _first_environment(selected: Iterable[ProcessState]) -> dict[str, str]:
     """The environment of the first process that can be read, else that of the agent."""
     for process in selected:
-        try:
-            raw = Path(f"/proc/{process.pid}/environ").read_bytes()
-        except OSError:
-            continue
-        pairs = [part.decode(errors="replace").partition("=") for part in raw.split(b"\0") if b"=" in part]
-        if pairs:
-            return {name: value for name, _, value in pairs}
+        if found := processes.environment(process.pid):
+            return found
     return dict(os.environ)
 
 

@@ -294,8 +294,8 @@ def _encode_state(state: StateReport) -> dict[str, Any]:
         message["gaps"] = list(state.gaps)
     if state.moved:
         message["moved"] = {str(index): round(age, 4) for index, age in state.moved.items()}
-    if not state.devices.empty:
-        message["devices"] = record_to_json(state.devices)
+    if devices := record_to_json(state.devices):
+        message["devices"] = devices
     return message
 
 

@@ -297,6 +297,8 @@ MAX_COMMUNICATORS = 256
 MAX_LANES = 128
 """Pairs of a peer and a direction, over all communicators of a process."""
 CALLS_PER_RING = 256
+SETTLED_CALLS = 8
+"""The sequence number of a call is final when so many calls have followed it: the recorder asks c10d as often."""
 MAX_TEXTS = 1024
 
 FLAG_P2P, FLAG_ASYNC, FLAG_FAILED, FLAG_REFUSED, FLAG_CLOSED, FLAG_COUNTED, FLAG_UNSURE = 1, 2, 4, 8, 16, 32, 64

@@ -1,8 +1,8 @@
 """Follows the calls of a process on its communicators: reads each call of a ring once, between two of which at most the
 ring's size may have been made.
 
-A call is read when its sequence number is final: the recorder asks c10d for it at least every eighth call, or when no
-call follows (`CommunicatorMember.verify`), and marks calls whose number was wrong.
+A call is read when its sequence number is final: the recorder asks c10d for it at least every `SETTLED_CALLS` calls, or
+when no call follows (`CommunicatorMember.verify`), and marks calls whose number was wrong.
 """
 
 import os
@@ -22,12 +22,12 @@ from lockstep.watch.beacon.beacon_records import (
     FLAG_UNSURE,
     RING_BYTES,
     RINGS_AT,
+    SETTLED_CALLS,
 )
 
-SETTLED_CALLS = 8
-"""The number of a call is final when so many calls have followed it."""
 SETTLED_NS = 1_000_000_000
-"""Or when it has been the newest one for so long, while the recorder's thread was running."""
+"""The number of a call is final, too, when it has been the newest one for so long, while the recorder's thread was
+running."""
 
 
 class FollowedCall(NamedTuple):

@@ -21,7 +21,8 @@ from lockstep.watch.beacon.beacon_records import (
     digest64,
 )
 
-_ABOUT, _ISSUED, _COMPLETED, _PENDING_NS, _ISSUED_NS, _COMPLETED_NS, _SITE, _INSIDE, _STARTED = range(9)
+_WORDS = LANE_STRIDE // 8
+_ABOUT, _ISSUED, _COMPLETED, _PENDING_NS, _ISSUED_NS, _COMPLETED_NS, _SITE, _INSIDE, _STARTED = range(_WORDS)
 """About: slot + 1 (16 bits), sends or receives (1), the peer's rank in the communicator (20 bits from bit 20), the
 peer's global rank (24 bits from bit 40). Site: the text's number (32 bits), this process's global rank. Started: the
 last message that the device has started, plus 1; 0 if that is unknown, as it is after each completion."""
@@ -42,7 +43,7 @@ class Lane:
 
     def open(self, slot: int, sends: bool, peer: int, global_peer: int, own: int) -> None:
         self._issued_ns.clear()
-        for word in range(1, 9):
+        for word in range(1, _WORDS):
             self._words[self._at + word] = 0
         self._words[self._at + _SITE] = own << 32
         self._words[self._at + _ABOUT] = (slot + 1) | sends << 16 | peer << 20 | global_peer << 40
@@ -122,7 +123,7 @@ def lane_records(
         at = LANES_AT + index * LANE_STRIDE
         of = communicators.get((reading.number(at) & 0xFFFF) - 1)
         if of is not None:  # most lanes are unused
-            yield _decode_lane([reading.number(at + 8 * word) for word in range(9)], of, texts)
+            yield _decode_lane([reading.number(at + 8 * word) for word in range(_WORDS)], of, texts)
 
 
 def _decode_lane(words: list[int], of: CommunicatorRecord, texts: Any) -> CommunicatorRecord:

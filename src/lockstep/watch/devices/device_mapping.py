@@ -119,12 +119,7 @@ def _read_link(path: str) -> str:
 def process_facts(pid: int, own_entries: Collection[int] = ()) -> ProcessFacts:
     """Reads the facts about a process from /proc. Descendants that are `own_entries` are left out."""
     pids = frozenset({pid, *(each for each in processes.descendant_pids(pid) if each not in own_entries)})
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        raw = b""
-    pairs = (part.decode(errors="replace").partition("=") for part in raw.split(b"\0") if b"=" in part)
-    return ProcessFacts(pids, open_minors(pids), {name: value for name, _, value in pairs})
+    return ProcessFacts(pids, open_minors(pids), processes.environment(pid))
 
 
 @dataclass(slots=True)

@@ -127,10 +127,6 @@ class HostDevices:
     gap: str = ""
     """Why nothing is known of devices that this host has; empty without a reason."""
 
-    @property
-    def empty(self) -> bool:
-        return not (self.devices or self.gap)
-
 
 def record_to_json(record: Any) -> dict[str, Any]:
     """Converts a record of this module to JSON, without fields that have their defaults."""

@@ -125,10 +125,10 @@ class NvmlReader:
         return gpu
 
     def _read_gpu(self, gpu: _Gpu) -> list[DeviceSample]:
-        if gpu.handle is None or not gpu.uuid:
-            self._check_lost(gpu)
-            return []
         nvml, handle = self.nvml, gpu.handle
+        if handle is None or not gpu.uuid:
+            self._value(lambda: nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(gpu.index)))  # it may be lost
+            return []
         utilisation = self._value(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
         memory = self._value(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         limit = self._value(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
@@ -244,13 +244,6 @@ class NvmlReader:
         wanted = known if scope is None else [(each, scope) for each in known]
         values = self._value(lambda: self.nvml.nvmlDeviceGetFieldValues(handle, wanted)) if wanted else None
         return [int(each.value.ullVal) if each.nvmlReturn == self.nvml.NVML_SUCCESS else None for each in values or ()]
-
-    def _check_lost(self, gpu: _Gpu) -> None:
-        """Raises if the GPU, which had no handle or no uuid, is lost."""
-        try:
-            self.nvml.nvmlDeviceGetUUID(self.nvml.nvmlDeviceGetHandleByIndex(gpu.index))
-        except self.nvml.NVMLError as error:
-            self._raise_lost(error)
 
     def _value(self, call: Callable[[], T]) -> T | None:
         """The value of one call; None if the device, the driver or the package does not have it.

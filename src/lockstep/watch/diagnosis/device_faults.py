@@ -3,8 +3,6 @@
 import math
 from dataclasses import replace
 
-import numpy as np
-
 from lockstep.watch.devices.device_samples import DeviceFault, device_label
 from lockstep.watch.diagnosis.device_evidence import ProcessDevice, device_texts, fault_class, strikes
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis
@@ -117,8 +115,7 @@ def _other_class(cause: str) -> str:
 def _waiters(context: DiagnosisContext, node: int | None, process: int) -> tuple[int, ...]:
     if node is None or context.graph is None:
         return ()
-    waiting = np.unique(context.graph.wait_process[context.graph.wait_node == node])
-    return tuple(int(each) for each in waiting if each != process)
+    return tuple(each for each in context.graph.waiters(node) if each != process)
 
 
 def class_of_failed_device(context: DiagnosisContext, process: int, within_s: float = 60.0) -> str:

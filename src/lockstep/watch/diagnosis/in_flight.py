@@ -45,10 +45,11 @@ def find_in_flight(
     found += lagging.values()
     complete = [node for node in complete if node not in lagging]
     uncertain = {node for node in complete if _uncertain_members(context, graph, node)}
-    only = {node: each for node in complete if (each := _only_suspect(context, graph, node)) is not None}
-    found += [each for node, each in only.items() if node not in uncertain]
+    certain = [node for node in complete if node not in uncertain]
+    only = {node: each for node in certain if (each := _only_suspect(context, graph, node)) is not None}
+    found += only.values()
     found += [_insufficient_evidence(context, graph, node) for node in uncertain]
-    return found + _none_completes(context, graph, [node for node in complete if node not in uncertain | only.keys()])
+    return found + _none_completes(context, graph, [node for node in certain if node not in only])
 
 
 def _is_of_dumps(context: DiagnosisContext) -> bool:
@@ -77,20 +78,17 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
     """A hypothesis about members that have not completed a collective that others have completed: one other proves it
     if the operation needs all members, else most others. Or about members whose devices have not started a collective.
     None if there are none."""
-    waiters = graph.waiters(node) if graph.few_wait(node, _MAX_WAITERS) else []
-    members, seq = context.evidence.communicators, int(graph.seq[node])
-    rows = context.members(int(graph.communicator[node]))
-    done = int((members.completed[rows] >= seq).sum())
+    communicator, seq = int(graph.communicator[node]), int(graph.seq[node])
+    done = int((context.evidence.communicators.completed[context.members(communicator)] >= seq).sum())
     if not done:
         return _kept_from_starting(context, graph, node)
-    communicator = int(graph.communicator[node])
+    waiters = _few_waiters(graph, node)
     call, _ = context.call(communicator, seq)
     if call is not None:
-        needs_all = needs_all_members(call.operation)
+        needs_all = call.operation == TRANSFER or needs_all_members(call.operation)
     else:
         needs_all = _is_of_dumps(context) and _usually_needs_all(context, communicator)
-    is_transfer = call is not None and call.operation == TRANSFER
-    if not waiters or not (done > len(waiters) or needs_all or is_transfer):
+    if not waiters or not (done > len(waiters) or needs_all):
         return None
     return _stuck_devices(
         context, graph, node, waiters, f"has entered {{collective}} and not completed it, as {_others_have(done)}", 0.7
@@ -100,12 +98,10 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
 def _kept_from_starting(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
     """A hypothesis about members whose devices have not started a collective that they have reached; None if there are
     none."""
-    if not graph.few_wait(node, _MAX_WAITERS):
-        return None
-    rows, seq = context.members(int(graph.communicator[node])), int(graph.seq[node])
-    culprits, others = _not_started(context, rows, seq, graph.waiters(node)), _started(context, rows, seq)
+    culprits = _not_started(context, graph, node)
     if not culprits:
         return None
+    others = len(_started(context, graph, node))
     text = f"as {_others_have(others)}" if others else "though nothing older is unfinished"
     text = f"has issued {{collective}}, which its device has not started, {text}"
     return _stuck_devices(context, graph, node, culprits, text, 0.7)
@@ -143,43 +139,48 @@ def _usually_needs_all(context: DiagnosisContext, communicator: int) -> bool:
     return bool(known) and all(each is not None and needs_all_members(each.operation) for each in known)
 
 
-def _started(context: DiagnosisContext, rows: slice, seq: int) -> int:
-    """The number of members whose devices are known to have started a collective."""
-    started = context.evidence.communicators.started
-    return 0 if started is None else int((started[rows] >= seq).sum())
+def _few_waiters(graph: WaitGraph, node: int) -> list[int]:
+    """The processes that wait in a node; empty if there are too many to check each."""
+    return graph.waiters(node) if graph.few_wait(node, _MAX_WAITERS) else []
 
 
-def _not_started(context: DiagnosisContext, rows: slice, seq: int, waiters: Collection[int]) -> list[int]:
+def _started(context: DiagnosisContext, graph: WaitGraph, node: int) -> set[int]:
+    """The members whose devices are known to have started a collective."""
+    members, rows = context.evidence.communicators, context.members(int(graph.communicator[node]))
+    if members.started is None:
+        return set()
+    return set(members.process[rows][members.started[rows] >= graph.seq[node]].tolist())
+
+
+def _not_started(context: DiagnosisContext, graph: WaitGraph, node: int) -> list[int]:
     """The waiting members whose devices have certainly not started a collective that is the oldest in their queues, so
     that they are kept by something else. Counts that are polled may lag; there it takes others that have started it."""
     members = context.evidence.communicators
     if members.started is None:
         return []
+    rows, seq = context.members(int(graph.communicator[node])), int(graph.seq[node])
     started = members.started[rows]
     if not _is_of_dumps(context) and ((started < 0).any() or not (started >= seq).any()):
         return []
+    waiters = _few_waiters(graph, node)
     return [p for p in members.process[rows][(started >= 0) & (started < seq)].tolist() if p in waiters]
 
 
 def _may_have_stopped(context: DiagnosisContext, graph: WaitGraph, node: int) -> list[int]:
     """The members that wait in a collective and whose devices may have stopped before it: they are not known to have
-    started it, nor to have ended anything that was issued later."""
-    if not graph.few_wait(node, _MAX_WAITERS):
+    started it, nor to have ended anything that was issued later. Empty if the evidence is no dump: only dumps show what
+    the devices have ended since."""
+    if not _is_of_dumps(context):
         return []
-    members, rows = context.evidence.communicators, context.members(int(graph.communicator[node]))
-    started = set[int]()
-    if members.started is not None:
-        started = set(members.process[rows][members.started[rows] >= graph.seq[node]].tolist())
-    return [each for each in graph.waiters(node) if each not in started and not context.note(each).device_moves]
+    started = _started(context, graph, node)
+    return [p for p in _few_waiters(graph, node) if p not in started and not context.note(p).device_moves]
 
 
 def _only_suspect(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
-    """A hypothesis about the only member of a collective whose device may have stopped; None if there are several, if
-    none may have, or if the evidence is no dump: only dumps show what the devices have ended since."""
-    if not _is_of_dumps(context):
-        return None
-    waiters, suspects = graph.waiters(node), _may_have_stopped(context, graph, node)
-    if len(suspects) != 1 or len(waiters) < 2:
+    """A hypothesis about the only member of a collective whose device may have stopped; None if there are several, or
+    none."""
+    suspects = _may_have_stopped(context, graph, node)
+    if len(suspects) != 1 or len(graph.waiters(node)) < 2:
         return None
     text = (
         "has issued {collective} and ended nothing since, while the devices of all other members have ended operations "
@@ -238,9 +239,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
                 else "GPU and link counters",
                 "native stacks of two members (py-spy dump --native)",
             ),
-            not_excluded=tuple(each for node in nodes for each in _may_have_stopped(context, graph, node))
-            if _is_of_dumps(context)
-            else (),
+            not_excluded=tuple(each for node in nodes for each in _may_have_stopped(context, graph, node)),
         )
     ]
 

@@ -197,7 +197,8 @@ def _may_still_be_decided(context: DiagnosisContext, divergence: _Divergence) ->
     made its call already, is not waited for once it is inactive, because only active members report few calls."""
     rows, members = context.members(divergence.communicator), context.evidence.communicators
     rows_of = {int(members.process[row]): row for row in range(rows.start, rows.stop) if members.entered[row] >= 0}
-    others = [p for p in rows_of if p not in divergence.process and context.liveness(p) is Liveness.RUNNING]
+    known = set(divergence.process.tolist())
+    others = [p for p in rows_of if p not in known and context.liveness(p) is Liveness.RUNNING]
     return any(_may_still_call(context, p, divergence.seq, rows_of[p]) for p in others[:WINDOW])
 
 

@@ -6,7 +6,6 @@ counts it over all of its communicators.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -59,12 +58,10 @@ def build_dump_evidence(
         seen_at[rank] = at
         gaps.append(why)
     index = {rank: at for at, rank in enumerate(ranks)}
+    notes = {index[row.rank]: ProcessNote(device_moves=True) for each in groups for row in each.rows if row.moves}
     return Evidence(
         at=at,
-        processes=replace(
-            _process_table(ranks, by_rank, communicators, seen_at),
-            notes={index[row.rank]: ProcessNote(device_moves=True) for g in groups for row in g.rows if row.moves},
-        ),
+        processes=_process_table(ranks, by_rank, communicators, seen_at, notes),
         communicators=_membership_table(groups, index),
         calls=_call_table(communicators, groups, by_rank, call_texts),
         source="dumps",
@@ -84,6 +81,7 @@ def _process_table(
     by_rank: Mapping[int, RankDump],
     communicators: Sequence[DumpedCommunicator],
     seen_at: Mapping[int, float],
+    notes: Mapping[int, ProcessNote],
 ) -> ProcessTable:
     """Builds the process table. A rank without a dump counts as running, and everything else about it is unknown."""
     unknown = np.full(len(ranks), np.nan)
@@ -98,7 +96,7 @@ def _process_table(
         liveness=np.full(len(ranks), Liveness.RUNNING, np.int8),
         exit_code=np.full(len(ranks), NO_EXIT_CODE, np.int32),
         ended_at=unknown, progressed_at=np.array([newest.get(rank, math.nan) for rank in ranks]),
-        active_at=unknown.copy(), same_stack_since=unknown.copy(), stage=[""] * len(ranks), seen_at=seen,
+        active_at=unknown.copy(), same_stack_since=unknown.copy(), stage=[""] * len(ranks), notes=notes, seen_at=seen,
     )  # fmt: skip
 
 

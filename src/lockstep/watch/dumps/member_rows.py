@@ -38,8 +38,6 @@ class MemberRow:
     uncertain: bool = False
     issued: int = UNKNOWN
     """The last operation that the host has issued."""
-    ended_unknown: bool = False
-    """True if the rank has no unfinished send here, and it is unknown whether it has ended that which is waited for."""
     moves: bool = False
     """True if the rank waits, and its device has ended an operation that was issued later."""
 
@@ -65,7 +63,6 @@ def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapp
     lost = _ranks_with_lost_operations(by_rank) - running.keys()
     uncertain = lost | {rank for rank, own in heads.items() if _is_opaque(own)}
     timed = _timed_ranks(by_rank)
-    waiting = {rank for rank, own in heads.items() if own}
     infos = name_communicators(communicators)
     found = []
     for number, (info, communicator) in enumerate(zip(infos, communicators, strict=True)):
@@ -77,7 +74,8 @@ def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapp
             row = MemberRow(rank)
             if rank in positions:
                 _place(row, positions[rank], rank in timed)
-                row.ended_unknown = rank == source and not positions[rank].known
+                # It waits elsewhere, and may have ended the send that is waited for here.
+                row.uncertain = rank == source and not positions[rank].known and bool(heads[rank])
             rows.append(row)
         info = infos[number]
         name = f"{info.name}, rank {source} to {target}"
@@ -88,7 +86,6 @@ def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapp
         row.uncertain |= row.rank in uncertain
         if row.started < row.entered and not by_rank[row.rank].trace.pending_kept:
             row.started = UNKNOWN  # the oldest operation may be another one, and have started
-        row.uncertain |= row.rank in waiting and row.ended_unknown
     return found
 
 

@@ -124,6 +124,16 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
+def environment(pid: int) -> dict[str, str]:
+    """The environment that a process started with; empty if it has ended or belongs to another user."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (part.decode(errors="replace").partition("=") for part in raw.split(b"\0") if b"=" in part)
+    return {name: value for name, _, value in pairs}
+
+
 def owner_uid(pid: int) -> int | None:
     """The user of a process; None if there is no such process."""
     try:

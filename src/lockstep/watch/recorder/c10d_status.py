@@ -145,13 +145,14 @@ class C10dStatusReader:
         if member.blocks_host or not member.transfers.used:
             member.update_counts(counts)
             return
-        key, now, before = (flight.kind, number), time.monotonic(), member.transfers.counts()
+        key, now = (flight.kind, number), time.monotonic()
         issued, newest, (entered, completed, *_) = member.sequence(), member.collectives, member.written_counts
         late_messages = member.starts_reported and member.transfers.waits_since(int((now - ACTIVE_CHECK_S) * 1e9))
         waits = completed < entered or late_messages
         if newest == entered and not (waits and now - self._checked.get(key, 0.0) >= ACTIVE_CHECK_S):
             return
         self._checked[key] = now
+        before = member.transfers.counts()
         # After `issued` was read: a collective that they lack has completed.
         operations = flight.operations(number, only_active=not late_messages)
         unfinished = unfinished_collectives(operations)

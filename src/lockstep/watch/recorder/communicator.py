@@ -22,6 +22,7 @@ from lockstep.watch.beacon.beacon_records import (
     LEFT_WORD,
     NO_PEER,
     SEQ_WORD,
+    SETTLED_CALLS,
     WHERE_WORD,
     CallRecord,
 )
@@ -100,7 +101,7 @@ class CollectiveCounts(NamedTuple):
 
 CallKey = tuple[int, int, int]
 """A call's signature, the texts word of its record, and the digest of its call site."""
-SEQUENCE_CHECK_INTERVAL = 8
+SEQUENCE_CHECK_INTERVAL = SETTLED_CALLS
 STEADY_CALLS = 256
 """After this many consecutive calls with the expected number, c10d is queried only every `SEQUENCE_CHECK_INTERVAL`
 calls."""

@@ -81,12 +81,12 @@ class TransferTracker:
         self.poll()
         now, lanes = monotonic_ns(), []
         with self._lock:
-            for sends, peer in messages:
-                lane = None if peer is None else self._lane(sends, peer)
+            for message in messages:
+                lane = None if message.peer is None else self._lane(message.sends, message.peer)
                 if lane is None:
                     self._slot.mark_blind()
                 else:
-                    self._lanes[Message(sends, peer)] = lane
+                    self._lanes[message] = lane
                     lane.issue(now, site)
                     lanes.append(lane)
         transfer = Transfer(lanes, now)

@@ -276,10 +276,9 @@ def _build_processes(layout: JobLayout, hosts: Sequence[HostState], lost: Sequen
         stage += state.stages if state and len(state.stages) == count else [""] * count
         if state and state.notes:
             notes.update({first + index: note for index, note in state.notes.items()})
-        if state and state.moved:
-            moved[[first + index for index in state.moved if index < count]] = [
-                each.at - age for index, age in state.moved.items() if index < count
-            ]
+        for index, age in state.moved.items() if state else ():
+            if index < count:
+                moved[first + index] = each.at - age
     return ProcessTable(
         info=layout.processes,
         liveness=liveness,

@@ -264,7 +264,7 @@ def test_a_member_keeps_few_calls(members):
                 each.call()
         update(comparison, ranks)
     assert all(len(each.calls) <= 512 for each in comparison._members.values())
-    assert len(comparison._usual[IDENTITY]) <= 512
+    assert len(comparison._communicators[IDENTITY].usual) <= 512
 
 
 def test_a_silent_difference_gives_a_confirmed_mismatch_while_the_job_runs_on(members):

@@ -1,6 +1,7 @@
 """Counters of processes and mounts in /proc."""
 
 import os
+import subprocess
 
 from lockstep.watch.procfs import processes
 
@@ -35,3 +36,10 @@ def test_touching_memory_is_counted_in_pages() -> None:
     assert before is not None and after is not None and touched
     pages = after.faults - before.faults
     assert pages >= 8, "huge pages of 2 MiB make it 32, small ones 16384"
+
+
+def test_the_environment_is_that_of_the_start() -> None:
+    with subprocess.Popen(["sleep", "60"], env={"A": "b=c", "EMPTY": ""}) as child:
+        assert processes.environment(child.pid) == {"A": "b=c", "EMPTY": ""}
+        child.kill()
+    assert processes.environment(child.pid) == {}
