@@ -184,7 +184,7 @@ def by_name(before: Usage, after: Usage, names: dict[int, str]) -> dict[str, flo
 def run(works: Sequence[Work], repeats: int, scratch: Path, record: Path, tell: Tell, model: TinyModel = MODEL) -> None:
     """Measures the workloads one after the other; `record` gets a line of JSON per repeat, and keeps what it has: a
     workload whose repeats are all there is not measured again."""
-    have = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    have = read(record)
     for work in works:
         wanted = {(side.name, n) for side in work.sides for n in range(turns(side, repeats))}
         if wanted <= {(line["side"], line["repeat"]) for line in have if line.get("work") == work.name}:
@@ -212,6 +212,17 @@ def described(got: Measurement, repeats: int) -> str:
         f"{got.work}: {got.side} {got.repeat + 1}/{repeats}: {per_step}, {got.peak_bytes / 2**20:.0f} MiB, "
         f"load {got.load:.1f}"
     )
+
+
+def read(record: Path) -> list[dict[str, Any]]:
+    """The lines of a record. Removes an unfinished last line, which a killed run leaves."""
+    if not record.exists():
+        return []
+    text = record.read_text()
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        record.write_text(complete)
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 def write(record: Path, line: dict[str, Any]) -> None:

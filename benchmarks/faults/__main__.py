@@ -12,7 +12,6 @@ notice after 1 s and confirms after 2.5 s of inactivity, so that a case takes se
 """
 
 import argparse
-import json
 import shutil
 import tempfile
 import time
@@ -26,7 +25,7 @@ from benchmarks.faults.case_runner import run
 from benchmarks.faults.cases import BACKENDS, FAULTS, cases
 from benchmarks.faults.emulated_nccl import NAME as EMULATED_NCCL
 from benchmarks.faults.grading import judge, matrix, numbers, wrong
-from benchmarks.runner import ROOT
+from benchmarks.runner import ROOT, read, write
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 RECORDS = {"gloo": "faults", EMULATED_NCCL: "faults-emulated-nccl"}
@@ -45,12 +44,11 @@ def main() -> None:
         wanted = [each for each in drawn if each.name not in known]
         scratch = Path(tempfile.mkdtemp(prefix="lockstep-faults-"))
         began = time.monotonic()
-        with ThreadPoolExecutor(options.jobs) as pool, options.out.open("a") as file:
+        with ThreadPoolExecutor(options.jobs) as pool:
             futures = {pool.submit(run, each, scratch / each.name): each for each in wanted}
             for future in as_completed(futures):
                 case, outcome = futures[future], future.result().json()
-                file.write(json.dumps(outcome) + "\n")
-                file.flush()
+                write(options.out, outcome)
                 done.append(outcome)
                 said = wrong([judge(outcome)])
                 if not said:
@@ -60,17 +58,6 @@ def main() -> None:
     print(text)
     if options.docs:
         into_page(options.docs, text.split(WRONG)[0].strip(), RECORDS[options.backend])
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record. Removes an unfinished last line, which a killed run leaves."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    complete = text[: text.rfind("\n") + 1]
-    if complete != text:
-        path.write_text(complete)
-    return [json.loads(line) for line in complete.splitlines()]
 
 
 def report(done: Sequence[dict[str, Any]]) -> str:

@@ -11,7 +11,6 @@ fault, in seconds. One JSON line per job is appended to the record.
 """
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -19,18 +18,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from benchmarks.comparison_table import markdown, markdown_head
 from benchmarks.docs_markers import into_page
 from benchmarks.faults.attach_faults import FAULTS, GROUPS, LOOPS, AttachCase, attach_cases, batches
-from benchmarks.runner import ROOT, write
+from benchmarks.runner import ROOT, read, write
 from benchmarks.soak.load import busy
 from lockstep.watch.attach.watched_command import WatchedCommand, run_watched
 from lockstep.watch.diagnosis.verdict import StallThresholds
@@ -107,9 +105,12 @@ def measure(case: AttachCase, folder: Path, confirm_after: float) -> Measured:
     if problems:
         raise RuntimeError(f"{case.name} was not watched: {problems}")
     struck = min(float(path.read_text()) for path in folder.glob("struck-*"))
-    named = [(at - struck, event) for at, event in events if {*_ranks(event)} & {*case.about.culprits}]
-    named = [(at, event) for at, event in named if event.change != "withdrawn"]
-    confirmed = [at for at, event in named if event.level != "notice"]
+    named = [
+        (at - struck, event)
+        for at, event in events
+        if event.change != "withdrawn" and {*_ranks(event)} & {*case.about.culprits}
+    ]
+    confirmed = [at for at, event in named if _accuses(event)]
     return Measured(
         case.fault, case.loop, case.load, case.repeat, _seconds(named[0][0]) if named else None,
         _seconds(confirmed[0]) if confirmed else None, tuple(sorted(accused())), _seconds(time.time() - struck),
@@ -136,7 +137,7 @@ def _ranks(event: SupervisorEvent) -> list[int]:
     return [each["rank"] for each in event.verdict["culprits"]]
 
 
-def _end_job(folder: Path, is_over: Any, ended: threading.Event, limit: float) -> None:
+def _end_job(folder: Path, is_over: Callable[[], object], ended: threading.Event, limit: float) -> None:
     """Kills the job's ranks and their children after the verdict, or at the limit."""
     _until(lambda: any(folder.glob("struck-*")), START_S)
     _until(is_over, limit)
@@ -148,7 +149,7 @@ def _end_job(folder: Path, is_over: Any, ended: threading.Event, limit: float) -
             os.kill(pid, signal.SIGKILL)
 
 
-def _until(check: Any, seconds: float) -> bool:
+def _until(check: Callable[[], object], seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if check():
@@ -213,21 +214,14 @@ def _times(times: Sequence[float | None]) -> str:
     return f"{statistics.median(known):.1f} s / {max(known):.1f} s{missing}"
 
 
-def read(path: Path) -> list[Measured]:
-    """The jobs of a record."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    return [Measured(**{**each, "accused": tuple(each["accused"])}) for each in found]
-
-
 def main() -> None:
     options = arguments()
-    done = read(options.out)
+    done = [Measured(**{**each, "accused": tuple(each["accused"])}) for each in read(options.out)]
     if done and not (options.resume or options.table):
         raise SystemExit(f"{options.out} has {len(done)} jobs already: go on with --resume, or name another --out")
-    known = {(each.fault, each.loop, each.busy_processes, each.repeat) for each in done}
+    known = {AttachCase(each.fault, each.loop, each.busy_processes, each.repeat) for each in done}
     drawn = attach_cases(options.only, options.loops, options.loads, options.repeats)
-    wanted = [each for each in drawn if (each.fault, each.loop, each.load, each.repeat) not in known]
+    wanted = [each for each in drawn if each not in known]
     began = time.monotonic()
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), _quiet) as pool:
         for batch in [] if options.table else batches(wanted, options.jobs):

@@ -13,9 +13,8 @@ from lockstep.train.errors import MemoryCheckpointMissing
 
 SHORT = ("non_finite", "resume", "qwen2-grpo-split")
 """Cases of the contract."""
-FEW = ("deepspeed-0", "deepspeed-1")
-"""Kinds whose whole contract is a long suite."""
-OFFLOADED = ("deepspeed-1-offload", "deepspeed-2-offload", "deepspeed-3-offload")
+KINDS = (*tr.LONG, "deepspeed-1-offload", "deepspeed-2-offload", "deepspeed-3-offload")
+"""Kinds of which these are the short cases."""
 DAMAGED = ("deepspeed-2", "deepspeed-3")
 BFLOAT16 = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 
@@ -55,7 +54,7 @@ def damaged(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Re
 
 
 CASES: dict[str, tr.Case] = {
-    **{f"{kind}:{name}": partial(tr.SUITE[name], kind) for kind in (*FEW, *OFFLOADED) for name in SHORT},
+    **{f"{kind}:{name}": partial(tr.SUITE[name], kind) for kind in KINDS for name in SHORT},
     **{f"{kind}:bfloat16": partial(bfloat16, kind) for kind in BFLOAT16},
     **{f"{kind}:damaged": partial(damaged, kind) for kind in DAMAGED},
 }

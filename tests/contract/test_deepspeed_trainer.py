@@ -1,24 +1,19 @@
 """What only the DeepSpeed trainer has, and short cases of the contract at all its stages, on two ranks."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import deepspeed_ranks
 import pytest
 import trainer_ranks as tr
-from test_trainer import TIGHT, apart, assert_resumed, assert_same_rows, weights_of
+from test_trainer import NEEDS_DEEPSPEED, TIGHT, apart, assert_resumed, assert_same_rows, weights_of
 
 from lockstep.train.deepspeed.deepspeed_library import require_deepspeed
 
 pytestmark = [
-    pytest.mark.deepspeed,
+    *NEEDS_DEEPSPEED,
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("trainer-deepspeed-short"),
-    pytest.mark.skipif(
-        find_spec("deepspeed") is None, reason="the package deepspeed is not installed: script/bootstrap --deepspeed"
-    ),
 ]
-KINDS = (*deepspeed_ranks.FEW, *deepspeed_ranks.OFFLOADED)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +28,7 @@ def pair(folder: Path) -> dict[str, list[tr.Result]]:
     return tr.launch(folder, 2, deepspeed_ranks.CASES, module="deepspeed_ranks", limit_s=500)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deepspeed_ranks.KINDS)
 def test_steps_compute_what_torch_and_transformers_do(
     kind: str, folder: Path, pair: dict[str, list[tr.Result]]
 ) -> None:
@@ -43,7 +38,7 @@ def test_steps_compute_what_torch_and_transformers_do(
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=TIGHT)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deepspeed_ranks.KINDS)
 def test_a_step_that_is_not_finite_leaves_nothing_behind(kind: str, pair: dict[str, list[tr.Result]]) -> None:
     for result in pair[f"{kind}:non_finite"]:
         assert result.extra["error"][1:] == (1, "loss", [(1, 1)])
@@ -52,7 +47,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(kind: str, pair: dict[s
         assert_same_rows(result.weights, result.extra["without"].weights)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deepspeed_ranks.KINDS)
 def test_resume_is_bitwise(kind: str, pair: dict[str, list[tr.Result]]) -> None:
     assert_resumed(pair[f"{kind}:resume"])
 

@@ -35,6 +35,12 @@ TIGHT = 1e-5 if tr.DEVICE == "cpu" else 2e-4
 """Relative; the order of a GPU's sums differs."""
 ON_ONE_RANK = [*tr.VARIANTS, "again", "resume", "gathered", "export", "non_finite", "memory", "adapter"]
 
+NEEDS_DEEPSPEED = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(
+        find_spec("deepspeed") is None, reason="the package deepspeed is not installed: script/bootstrap --deepspeed"
+    ),
+]
 Results = dict[str, list[tr.Result]]
 """The results of each rank, by case."""
 
@@ -42,10 +48,8 @@ Results = dict[str, list[tr.Result]]
 def marks(kind: str) -> list[pytest.MarkDecorator]:
     found = [pytest.mark.xdist_group(f"trainer-{kind}"), pytest.mark.timeout(600)]
     if kind in tr.DEEPSPEED:
-        missing = find_spec("deepspeed") is None
-        why = "the package deepspeed is not installed: script/bootstrap --deepspeed"
-        found += [pytest.mark.deepspeed, pytest.mark.skipif(missing, reason=why)]
-    if kind in ("deepspeed-0", "deepspeed-1"):
+        found += NEEDS_DEEPSPEED
+    if kind in tr.LONG:
         found.append(pytest.mark.slow)
     return found
 

@@ -48,6 +48,8 @@ LR = 2e-3
 FAMILIES = ("qwen2", "llama")
 DEEPSPEED = tuple(f"deepspeed-{stage}" for stage in (2, 3, 1, 0))
 """DeepSpeed at each of its stages."""
+LONG = ("deepspeed-0", "deepspeed-1")
+"""Kinds whose whole contract is a long suite."""
 KINDS = tuple(dict.fromkeys([*(kind for kind in TRAINERS if kind != "deepspeed"), *DEEPSPEED, replicated_trainer.KIND]))
 """The kinds of the package, and one of these tests."""
 SAVE_LIMIT_S = 60.0
@@ -69,8 +71,10 @@ def config(
     folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any
 ) -> SFTConfig | GRPOConfig:
     kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload
-    zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if rest[1:] else "none"}} if rest else None
-    chosen = {"kind": kind, **({"deepspeed": {"zero_optimization": zero}} if zero else {})}
+    chosen: dict[str, Any] = {"kind": kind}
+    if rest:
+        zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if rest[1:] else "none"}}
+        chosen["deepspeed"] = {"zero_optimization": zero}
     common: dict[str, Any] = {
         "name": "contract",
         "steps": 10,

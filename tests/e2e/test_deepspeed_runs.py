@@ -1,5 +1,6 @@
 """Whole runs with the DeepSpeed trainer on two gloo ranks: losses are those of FSDP2, and a killed run resumes."""
 
+import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,25 +31,22 @@ def trainer(stage: int | None) -> dict[str, Any]:
 def run_values(home: Path, recipe: str, stage: int | None) -> dict[str, Any]:
     """A run without evaluations."""
     name = f"{recipe}-{'fsdp2' if stage is None else stage}"
-    chosen: dict[str, Any] = {"trainer": trainer(stage)}
     base = "grpo" if recipe == "ppo" else recipe
-    values = config(home, base, name=name, steps=STEPS, evaluation=None, **chosen)
+    values = config(home, base, name=name, steps=STEPS, evaluation=None, trainer=trainer(stage))
     if recipe == "ppo":
         del values["group_size"], values["loss"]
-        values |= {"recipe": "ppo", "critic": {"trainer": chosen["trainer"]}}
+        values |= {"recipe": "ppo", "critic": {"trainer": trainer(stage)}}
     return values
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int | None], list[float]]:
     home = task(tmp_path_factory.mktemp("deepspeed"))
-    known: dict[tuple[str, int | None], list[float]] = {}
 
+    @functools.cache
     def of(recipe: str, stage: int | None) -> list[float]:
-        if (recipe, stage) not in known:
-            rows = metric_rows(train(home, run_values(home, recipe, stage)))
-            known[recipe, stage] = [row[name] for row in rows for name in sorted(row) if name.endswith("/loss")]
-        return known[recipe, stage]
+        rows = metric_rows(train(home, run_values(home, recipe, stage)))
+        return [row[name] for row in rows for name in sorted(row) if name.endswith("/loss")]
 
     return of
 
@@ -74,7 +72,7 @@ def test_a_killed_run_resumes_with_equal_weights(stage: int, tmp_path: Path) -> 
 
     def start(name: str, hold: dict[str, Any] | None = None) -> Launched:
         values = {**run_values(home, "grpo", stage), "name": name, "steps": 4, "checkpoint": {"every": 2}}
-        return Launched.start(home / "runs" / name, str(write(home, values)), **({"hold": hold} if hold else {}))
+        return Launched.start(home / "runs" / name, str(write(home, values)), hold=hold)
 
     undisturbed = start("undisturbed")
     assert undisturbed.finish() == 0, undisturbed.text()

@@ -1,11 +1,11 @@
 """How weights are updated, sharded, checkpointed, and synced to the engines."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from lockstep.base.json_text import read_json
 from lockstep.config.section import FALSE_AS_OFF, Section
 
 
@@ -120,7 +120,15 @@ class TrainerConfig(Section):
     @classmethod
     def _read_deepspeed(cls, value: Any) -> Any:
         """Reads the settings' file, so that ranks on other hosts need not see it."""
-        return read_settings(Path(value).expanduser()) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        path = Path(value).expanduser()
+        try:
+            return read_json(path)
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be read: {error.strerror or error}; give the path of a JSON file"
+            ) from error
 
     @model_validator(mode="after")
     def _check_deepspeed(self) -> Self:
@@ -135,16 +143,6 @@ class TrainerConfig(Section):
                 f"replicas {self.replicas} must divide ranks {self.ranks} and leave at least two ranks per copy"
             )
         return self
-
-
-def read_settings(path: Path) -> Any:
-    """Reads a JSON file of a person. Raises ValueError if it cannot be read."""
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}; give the path of a JSON file") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 class CheckpointConfig(Section):

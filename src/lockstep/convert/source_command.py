@@ -107,9 +107,9 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     if rounds := chooses_completions(beside):
         first, _ = _read_document(given, certain=False)  # what a condition changes has its value of the first round
         jobs, beside = _trainings(framework, find_training_commands(first.commands))
+    servers = [job for job in found if job.framework == SERVER] if framework == "trl" else []
     if not jobs:
-        served = framework == "trl" and any(job.framework == SERVER for job in found)
-        serves = ", only a server: a run starts its engines itself" if served else ""
+        serves = ", only a server: a run starts its engines itself" if servers else ""
         raise NotConvertible(f"{_shown(document.file)}: it starts no training of {FRAMEWORKS[framework]}{serves}")
     if len(jobs) > 1:
         lines = ", ".join(str(job.location.line) for job in jobs)
@@ -125,8 +125,7 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
     if rounds:
         _add_stages(source, inference_settings(beside), inference_options())
         source.rounds = True
-    servers = [job for job in found if job.framework == SERVER]
-    if framework == "trl" and len(servers) == 1:
+    if len(servers) == 1:
         _add_stages(source, server_settings(servers[0]), server_options())
     return source
 

@@ -50,3 +50,19 @@ class TrainerPlanner(Protocol):
             updates: optimizer steps in a step of the run.
             publishes: whether engines get the role's weights after the step.
         """
+
+
+def forward_memory(role: TrainRole, model: ModelFacts, tokens: int) -> dict[str, int]:
+    """Estimates the bytes that a rank needs for `activations` and `logits`.
+
+    Activations follow Korthikanti et al. 2022 (eq. 2): `34 * tokens * hidden` bytes per layer in 16 bit, without the
+    attention term, as attention keeps no scores. In 32 bit it is twice as much; with checkpointing, one tensor per
+    layer. The logits of one chunk count three times (value, gradient, softmax).
+
+    Args:
+        tokens: those whose activations are kept at the same time.
+    """
+    trainer, width = role.trainer, DTYPE_BYTES[model.dtype]
+    per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
+    logits = 0 if role.model.head == "score" else 3 * trainer.head_chunk * model.vocabulary * 4
+    return {"activations": tokens * per_token, "logits": logits}

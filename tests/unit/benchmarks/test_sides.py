@@ -132,6 +132,17 @@ def test_what_was_measured_is_not_measured_again(tmp_path, monkeypatch):
         runner.run([work], 3, tmp_path, record, told.append)
 
 
+def test_a_record_goes_on_after_the_last_line_that_a_killed_run_finished(tmp_path):
+    record = tmp_path / "raw.jsonl"
+    assert runner.read(record) == []
+    runner.write(record, {"repeat": 0})
+    with record.open("a") as file:
+        file.write('{"rep')
+    assert runner.read(record) == [{"repeat": 0}]
+    runner.write(record, {"repeat": 1})
+    assert runner.read(record) == [{"repeat": 0}, {"repeat": 1}]
+
+
 def test_time_is_told_by_the_names_of_processes():
     before, after = Usage(1.0, {1: 0.5, 2: 0.5}), Usage(4.0, {1: 1.0, 2: 2.5, 3: 0.5})
     assert by_name(before, after, {1: "controller", 2: "engine-0"}) == {

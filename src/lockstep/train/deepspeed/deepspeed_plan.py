@@ -17,7 +17,7 @@ from lockstep.train.deepspeed.engine_settings import (
 from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.metric_reduction import metric_vector_size
 from lockstep.train.objective import make_objective
-from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner
+from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner, forward_memory
 
 _REMEDY = "leave it out, or set {}=fsdp2"
 
@@ -44,25 +44,15 @@ class DeepSpeedPlanner(TrainerPlanner):
         if not trainer.reshard_after_forward and zero_stage(role) == 3:
             setting = f"{role.field('trainer.reshard_after_forward')} false at stage 3"
             raise TrainerUnsupported(KIND, setting, "stage 3 frees gathered parameters: leave it out, or set stage 2")
-        dtype = role.model.dtype
-        # Which precision `auto` is depends on the ranks' devices: they compare it themselves.
-        for each in ("float32", "bfloat16") if dtype == "auto" else (dtype,):
-            try:
-                engine_settings(role, each, hidden=1, parameters=1)
-                break
-            except TrainerUnsupported:
-                if each != "float32" or dtype != "auto":
-                    raise
+        _check_settings(role)
         require_deepspeed(field)
 
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes of one rank (Rajbhandari et al. 2020, section 3.1). Beside the parameters in compute
         precision, DeepSpeed keeps fp32 master weights, except at stage 0, gradients in the precision of their sums, and
         whole buckets of gradients that are being reduced.
-
-        Activations follow Korthikanti et al. 2022 (eq. 2), as for FSDP2.
         """
-        trainer, stage, ranks = role.trainer, zero_stage(role), role.trainer.ranks
+        stage, ranks = zero_stage(role), role.trainer.ranks
         width, size = DTYPE_BYTES[model.dtype], model.parameters
         held = size // ranks
         settings = engine_settings(role, model.dtype, model.hidden, size)
@@ -81,9 +71,7 @@ class DeepSpeedPlanner(TrainerPlanner):
             parts["buckets"] = width * bucket * (2 if overlapped else 1)
         if stage == 3 and ranks > 1:
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
-        per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
-        parts["activations"] = token_budget * per_token
-        parts["logits"] = 0 if role.model.head == "score" else 3 * trainer.head_chunk * model.vocabulary * 4
+        parts |= forward_memory(role, model, token_budget)
         if role.holds_reference:
             parts["reference"] = width * (held if stage == 3 else size)
         return parts
@@ -98,27 +86,31 @@ class DeepSpeedPlanner(TrainerPlanner):
         width, stage = DTYPE_BYTES[model.dtype], zero_stage(role)
         metrics = metric_vector_size(make_objective(role.objective).metrics)
         size = width * model.parameters
-        found = [PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics)", 8 * metrics)]
+        norm = PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics)", 8 * metrics)
         if stage == 3:
-            found += [
+            largest = width * model.largest_layer
+            return [
+                norm,
                 PlannedCollective(
-                    "all_gather",
-                    "trainer",
-                    "for each module of each micro-batch, by DeepSpeed",
-                    width * model.largest_layer,
+                    "all_gather", "trainer", "for each module of each micro-batch, by DeepSpeed", largest
                 ),
-                PlannedCollective(
-                    "reduce_scatter",
-                    "trainer",
-                    "for each bucket of gradients, by DeepSpeed",
-                    width * model.largest_layer,
-                ),
+                PlannedCollective("reduce_scatter", "trainer", "for each bucket of gradients, by DeepSpeed", largest),
             ]
-            return found
         how = "per micro-batch" if stage == 2 else "per optimizer step"
-        found.append(
-            PlannedCollective("all_reduce" if stage < 2 else "reduce", "trainer", f"buckets of gradients, {how}", size)
-        )
+        operation = "all_reduce" if stage < 2 else "reduce"
+        found = [norm, PlannedCollective(operation, "trainer", f"buckets of gradients, {how}", size)]
         if stage:
             found.append(PlannedCollective("all_gather", "trainer", f"{updates} (updated weights, in buckets)", size))
         return found
+
+
+def _check_settings(role: TrainRole) -> None:
+    """Raises TrainerUnsupported for DeepSpeed settings that contradict the run's config. Which precision `auto` is
+    depends on the ranks' devices, which compare it themselves: here it may be either."""
+    if role.model.dtype != "auto":
+        engine_settings(role, role.model.dtype, hidden=1, parameters=1)
+        return
+    try:
+        engine_settings(role, "float32", hidden=1, parameters=1)
+    except TrainerUnsupported:
+        engine_settings(role, "bfloat16", hidden=1, parameters=1)

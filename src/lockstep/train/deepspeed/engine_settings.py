@@ -68,12 +68,11 @@ def engine_settings(role: TrainRole, dtype: str, hidden: int, parameters: int) -
     Raises:
         TrainerUnsupported: a setting contradicts the run's config, or is not supported. It names both values.
     """
-    given = dict(role.trainer.deepspeed or {})
-    settings = _Settings(role, given)
+    settings = _Settings(role)
+    given = settings.given
     settings.check_names()
     settings.check_fixed()
-    trainer = role.trainer
-    clipping = trainer.max_grad_norm or 0.0
+    clipping = role.trainer.max_grad_norm or 0.0
     settings.check("gradient_clipping", given.get("gradient_clipping", AUTO), "max_grad_norm", clipping)
     for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         settings.check_batch(name)
@@ -85,7 +84,7 @@ def engine_settings(role: TrainRole, dtype: str, hidden: int, parameters: int) -
     return {
         **{name: value for name, value in given.items() if name in _PASSED and value not in (AUTO, None)},
         **({"data_types": {"grad_accum_dtype": accumulation}} if accumulation else {}),
-        **({"zero_force_ds_cpu_optimizer": False} if _offloads(zero, "offload_optimizer") else {}),
+        **({"zero_force_ds_cpu_optimizer": False} if offloads_optimizer(role) else {}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the trainer says which micro-batch of a step is the last
         "gradient_clipping": clipping,
@@ -97,18 +96,17 @@ def engine_settings(role: TrainRole, dtype: str, hidden: int, parameters: int) -
 
 def zero_stage(role: TrainRole) -> int:
     """Returns the stage of ZeRO that the role's settings ask for. Raises TrainerUnsupported."""
-    return _Settings(role, dict(role.trainer.deepspeed or {})).stage()
+    return _Settings(role).stage()
 
 
 def offloads_optimizer(role: TrainRole) -> bool:
     """Whether the optimizer's state stays in host memory."""
-    return _offloads((role.trainer.deepspeed or {}).get("zero_optimization") or {}, "offload_optimizer")
+    return _Settings(role).section("zero_optimization", "offload_optimizer").get("device") == "cpu"
 
 
 def overlaps_reduction(role: TrainRole) -> bool:
     """Whether gradients are reduced during the backward pass at stages that need not (`overlap_comm`)."""
-    zero = (role.trainer.deepspeed or {}).get("zero_optimization") or {}
-    return zero.get("overlap_comm") not in (None, False, AUTO)
+    return _Settings(role).section("zero_optimization").get("overlap_comm") not in (None, False, AUTO)
 
 
 def offload_unsupported(role: TrainRole) -> TrainerUnsupported:
@@ -124,35 +122,35 @@ def offload_unsupported(role: TrainRole) -> TrainerUnsupported:
 class _Settings:
     """A role's DeepSpeed settings, compared with the rest of its config."""
 
-    def __init__(self, role: TrainRole, given: Mapping[str, Any]) -> None:
-        self.role, self.given = role, given
+    def __init__(self, role: TrainRole) -> None:
+        self.role = role
+        self.given: Mapping[str, Any] = role.trainer.deepspeed or {}
 
     def check_fixed(self) -> None:
         """Raises TrainerUnsupported for a value that the engine would not follow, or could not run with."""
         for path, (accepted, remedy) in FIXED.items():
             *sections, name = path.split(".")
-            value = self._section(*sections).get(name)
+            value = self.section(*sections).get(name)
             if value not in (AUTO, None) and value not in accepted:
                 raise self._unsupported(f"{path} {value!r}", remedy)
 
     def check_names(self) -> None:
-        known = sorted(_PASSED | _FILLED | fixed_names(""))
-        for name in self.given:
-            if name not in known:
-                raise self._unsupported(name, _nearest(name, known))
-        for name in self._section("zero_optimization"):
-            path = f"zero_optimization.{name}"
-            if name in _ZERO_LACKING:
-                value = self._section("zero_optimization")[name]
+        """Raises TrainerUnsupported for a name that is not known, or a setting that the trainer lacks."""
+        self._check_section(_PASSED | _FILLED)
+        self._check_section(_ZERO, "zero_optimization", lacking=_ZERO_LACKING)
+        for section, names in SECTIONS.items():
+            self._check_section(names, *section.split("."))
+
+    def _check_section(self, names: frozenset[str], *path: str, lacking: Mapping[str, str] = {}) -> None:
+        known = names | fixed_names(".".join(path))
+        for name, value in self.section(*path).items():
+            setting = ".".join((*path, name))
+            if name in lacking:
                 if value is True or value not in (False, None, -1, 1, AUTO):
-                    raise self._unsupported(path, f"{_ZERO_LACKING[name]}: leave it out")
-            elif name not in _ZERO | fixed_names("zero_optimization"):
-                raise self._unsupported(path, _nearest(name, sorted(_ZERO | fixed_names("zero_optimization"))))
-        for section, known_names in SECTIONS.items():
-            for name in self._section(*section.split(".")):
-                if name not in known_names | fixed_names(section):
-                    close = _nearest(name, sorted(known_names | fixed_names(section)))
-                    raise self._unsupported(f"{section}.{name}", close)
+                    raise self._unsupported(setting, f"{lacking[name]}: leave it out")
+            elif name not in known:
+                close = get_close_matches(name, sorted(known), 1)
+                raise self._unsupported(setting, f"did you mean {close[0]}?" if close else "leave it out")
 
     def check(self, name: str, value: Any, field: str, own: Any) -> None:
         """Raises TrainerUnsupported if a value is neither `auto` nor that of the run's field."""
@@ -177,12 +175,12 @@ class _Settings:
             setting = f"{self.role.field('model.dtype')} bfloat16 at stage 0"
             path = self.role.field("trainer.deepspeed.zero_optimization.stage")
             raise TrainerUnsupported(KIND, setting, f"its master weights need a stage: set {path} to 1, 2 or 3")
-        enabled = self._section("fp16").get("enabled", AUTO)
+        enabled = self.section("fp16").get("enabled", AUTO)
         if enabled not in (AUTO, False):
             remedy = "its loss scaling skips steps: set fp16.enabled to false or auto, and model.dtype to bfloat16"
             raise self._unsupported(f"fp16.enabled {enabled!r}", remedy)
         half = dtype == "bfloat16"
-        enabled = self._section("bf16").get("enabled", AUTO)
+        enabled = self.section("bf16").get("enabled", AUTO)
         if enabled not in (AUTO, half):
             path, where = self.role.field("trainer.deepspeed.bf16.enabled"), self.role.field("model.dtype")
             wanted = "bfloat16" if enabled else "float32"
@@ -190,30 +188,28 @@ class _Settings:
             raise TrainerUnsupported(KIND, f"{path} {enabled!r} with {where} {dtype}", remedy)
 
     def check_optimizer(self) -> None:
-        section, own = self._section("optimizer"), self.role.trainer.optimizer
+        section, own = self.section("optimizer"), self.role.trainer.optimizer
         if (kind := section.get("type", "AdamW")) not in ("AdamW", "Adam"):
             raise self._unsupported(f"optimizer.type {kind!r}", "the trainer's optimizer is AdamW: set it to AdamW")
         values = {"lr": own.lr, "betas": list(own.betas), "eps": own.eps, "weight_decay": own.weight_decay}
-        for name, value in self._section("optimizer", "params").items():
+        for name, value in self.section("optimizer", "params").items():
             if name in values:
                 self.check(f"optimizer.params.{name}", value, f"optimizer.{name}", values[name])
             elif name not in ("torch_adam", "adam_w_mode", "bias_correction") or value is False:
                 raise self._unsupported(f"optimizer.params.{name}", "leave it out")
 
     def check_scheduler(self) -> None:
-        kind = self._section("scheduler").get("type", AUTO)
+        why = f"the learning rate follows {self.role.field('trainer.schedule')}"
+        kind = self.section("scheduler").get("type", AUTO)
         if kind not in (AUTO, *_SCHEDULERS):
-            schedule = self.role.field("trainer.schedule")
-            remedy = f"the learning rate follows {schedule}: leave scheduler out"
-            raise self._unsupported(f"scheduler.type {kind!r}", remedy)
-        for name, value in self._section("scheduler", "params").items():
+            raise self._unsupported(f"scheduler.type {kind!r}", f"{why}: leave scheduler out")
+        for name, value in self.section("scheduler", "params").items():
             if value != AUTO:
-                schedule = self.role.field("trainer.schedule")
-                remedy = f"the learning rate follows {schedule}: set it to auto, or leave scheduler out"
+                remedy = f"{why}: set it to auto, or leave scheduler out"
                 raise self._unsupported(f"scheduler.params.{name} {value!r}", remedy)
 
     def stage(self) -> int:
-        stage = self._section("zero_optimization").get("stage", DEFAULT_STAGE)
+        stage = self.section("zero_optimization").get("stage", DEFAULT_STAGE)
         if stage not in _STAGES or isinstance(stage, bool):
             raise self._unsupported(f"zero_optimization.stage {stage!r}", "set it to 0, 1, 2 or 3")
         return int(stage)
@@ -224,7 +220,7 @@ class _Settings:
         In bfloat16, DeepSpeed's optimizer of stage 1 keeps sums in float32 by another optimizer, whose state is not
         known to the checkpoints.
         """
-        given, stage = self._section("data_types").get("grad_accum_dtype"), self.stage()
+        given, stage = self.section("data_types").get("grad_accum_dtype"), self.stage()
         default = "fp32" if dtype == "bfloat16" and stage >= 2 else None
         if given in (AUTO, None):
             return default
@@ -238,7 +234,7 @@ class _Settings:
     def zero(self, hidden: int, parameters: int) -> dict[str, Any]:
         """The section `zero_optimization`, with sizes as transformers computes them. Other `auto` values are left out:
         DeepSpeed's defaults."""
-        given, stage = self._section("zero_optimization"), self.stage()
+        given, stage = self.section("zero_optimization"), self.stage()
         filled = {"reduce_bucket_size": hidden * hidden}
         if stage == 3:
             filled |= {
@@ -259,7 +255,7 @@ class _Settings:
 
     def _offload(self, place: str, stage: int) -> dict[str, Any]:
         """A section that offloads to host memory; empty if nothing is offloaded."""
-        given = self._section("zero_optimization", place)
+        given = self.section("zero_optimization", place)
         section = {name: value for name, value in given.items() if value not in (AUTO, None)}
         device = section.get("device", "none")
         if device not in ("none", "cpu"):
@@ -271,7 +267,8 @@ class _Settings:
             raise self._unsupported(f"zero_optimization.{place} at stage {stage}", remedy)
         return section if device == "cpu" else {}
 
-    def _section(self, *path: str) -> Mapping[str, Any]:
+    def section(self, *path: str) -> Mapping[str, Any]:
+        """The settings of a section; empty if it is absent."""
         found: Any = self.given
         for name in path:
             found = found.get(name) or {}
@@ -284,18 +281,9 @@ class _Settings:
         return TrainerUnsupported(KIND, self.role.field(f"trainer.deepspeed.{setting}"), remedy)
 
 
-def _offloads(zero: Mapping[str, Any], place: str) -> bool:
-    return (zero.get(place) or {}).get("device") == "cpu"
-
-
 def _equal(value: Any, own: Any) -> bool:
     try:
         given, expected = (list(each) if isinstance(each, (list, tuple)) else [each] for each in (value, own))
         return [float(each) for each in given] == [float(each) for each in expected]
     except (TypeError, ValueError):
         return False
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = get_close_matches(name, known, 1)
-    return f"did you mean {close[0]}?" if close else "leave it out"

@@ -12,7 +12,7 @@ from lockstep.train.metric_reduction import metric_vector_size
 from lockstep.train.objective import make_objective
 from lockstep.train.router_objective import ROUTER_METRICS
 from lockstep.train.served_model import ServedModelPlanner
-from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner
+from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner, forward_memory
 
 
 class FSDP2Planner(TrainerPlanner):
@@ -38,13 +38,9 @@ class FSDP2Planner(TrainerPlanner):
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes of one rank: its shard of fp32 weights, gradients and two Adam moments (Rajbhandari et
         al. 2020, section 3.1), the root and two layers that FSDP2 gathers in compute precision, the activations of one
-        row (of all rows whose forward pass is kept, if they are more), and the logits of one chunk three times (value,
-        gradient, softmax). With an adapter, only the adapter has gradients and moments; the model's weights are in
-        compute precision, and merging needs the whole adapter.
-
-        Activations follow Korthikanti et al. 2022 (eq. 2): `34 * tokens * hidden` bytes per layer in 16 bit, without
-        the attention term, as attention keeps no scores. In 32 bit it is twice as much; with checkpointing, one tensor
-        per layer.
+        row (of all rows whose forward pass is kept, if they are more), and the logits of one chunk. With an adapter,
+        only the adapter has gradients and moments; the model's weights are in compute precision, and merging needs the
+        whole adapter.
         """
         trainer, adapter, width = role.trainer, model.adapter, DTYPE_BYTES[model.dtype]
         trained = model.parameters if adapter is None else adapter.trained
@@ -61,9 +57,7 @@ class FSDP2Planner(TrainerPlanner):
             parts["merged adapter"] = 4 * adapter.parameters
         if trainer.ranks > 1:
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
-        per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
-        parts["activations"] = max(1, role.kept_microbatches) * token_budget * per_token
-        parts["logits"] = 0 if role.model.head == "score" else 3 * trainer.head_chunk * model.vocabulary * 4
+        parts |= forward_memory(role, model, max(1, role.kept_microbatches) * token_budget)
         if role.holds_reference and adapter is None:
             parts["reference"] = model.parameters * width // trainer.shards
         return parts
