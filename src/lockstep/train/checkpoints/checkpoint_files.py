@@ -206,8 +206,7 @@ def read_elements(folder: Path, index: CheckpointIndex, name: str, first: int, i
         CheckpointError: an element is missing or damaged, or has another precision.
     """
     flat, stored = into.view(-1), index.tensors[name]
-    width = math.prod(stored.shape[1:])
-    """Elements of a row."""
+    width = math.prod(stored.shape[1:])  # elements of a row
     last, filled = first + flat.numel(), 0
     for part in stored.parts:
         begin = part.first * width
