@@ -32,6 +32,7 @@ def everything(rank: int, job: Job) -> Any:
     """Call every operation that the backend has, in an order that the test knows."""
     job.init(rank)
     second = dist.new_group([0, 1], group_desc="second")
+    dist.new_group([0, 1], group_desc="unused")
     four, eight = torch.ones(4), torch.ones(8)
     dist.all_reduce(four)
     dist.broadcast(four, 1)

@@ -134,7 +134,7 @@ class C10dStatusReader:
                     counted.add(id(member))
         for each in all_members:
             each.verify()
-            if id(each) not in counted and each.sequence() > 0:
+            if id(each) not in counted and (each.sequence_reported or each.sequence() > 0):
                 each.update_counts(CollectiveCounts(each.sequence(), NOT_REPORTED))
 
     def _update_member(

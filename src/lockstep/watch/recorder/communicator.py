@@ -121,7 +121,7 @@ class CommunicatorMember:
     __slots__ = (
         "blocking_devices", "counted", "group", "issued", "keepalive_rounds", "label", "lead", "name", "next_query",
         "offsets", "order_check", "polled_counts", "polled_issued", "queried", "rank", "ranks", "run", "sequence",
-        "slot", "starts_reported", "steady", "sure", "transfers", "written_counts",
+        "sequence_reported", "slot", "starts_reported", "steady", "sure", "transfers", "written_counts",
     )  # fmt: skip
 
     def __init__(self, group: Any, slot: CommunicatorSlot, name: str, label: str, ranks: list[int], rank: int) -> None:
@@ -146,10 +146,12 @@ class CommunicatorMember:
         self.counted = False
         self.keepalive_rounds = 0
         self.sequence = group._get_sequence_number_for_group
+        self.sequence_reported = True
+        """Whether c10d numbers the collectives, those from C++ included. Then number 0 proves that there were none."""
         try:
             self.sequence()
         except (RuntimeError, NotImplementedError):
-            self.sequence = lambda: self.issued
+            self.sequence, self.sequence_reported = lambda: self.issued, False
 
     @property
     def blocks_host(self) -> bool:

@@ -76,9 +76,10 @@ def test_only_the_given_communicator_is_aborted() -> None:
 
 
 def test_all_communicators_are_found_by_thread_name() -> None:
+    earlier = abort.gloo_threads()  # of communicators that earlier tests of this process left
     with loop(b"gloo_tcp_loop") as one, loop(b"gloo_tcp_loop") as two, loop() as other:
-        assert abort.gloo_threads() == {one.native, two.native}
-        assert abort.abort_gloo() == 2
+        assert abort.gloo_threads() - earlier == {one.native, two.native}
+        assert abort.abort_gloo() >= 2
         assert one.broken() and two.broken() and not other.broken()
 
 
