@@ -104,6 +104,8 @@ def measure(case: AttachCase, folder: Path, confirm_after: float) -> Measured:
     ending.join()
     if problems:
         raise RuntimeError(f"{case.name} was not watched: {problems}")
+    if case.about.group == "healthy" and not (folder / "over-1").exists():
+        raise RuntimeError(f"{case.name}: the healthy activity failed or did not end")
     struck = min(float(path.read_text()) for path in folder.glob("struck-*"))
     named = [
         (at - struck, event)

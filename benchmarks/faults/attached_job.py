@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+ROOT = Path(__file__).parents[2]
 FOREVER_S = 1000.0
 READY_STEP = 30
 STEP_S = 0.02
@@ -111,6 +112,7 @@ def fail(fault: str, folder: Path) -> None:
         case "builds":
             _build(folder, "g++")
         case _:
+            sys.path.insert(0, str(ROOT))
             from benchmarks.soak.activities import ACTS
 
             ACTS[fault](HEALTHY_S)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep.watch.agent.call_comparison import CallComparison
 from lockstep.watch.agent.process_monitor import ProcessMonitor, ProcessState
@@ -24,6 +24,8 @@ from lockstep.watch.beacon.reader import read_calls
 from lockstep.watch.devices.device_sampler import DeviceSampler
 from lockstep.watch.devices.device_samples import HostDevices
 from lockstep.watch.diagnosis.evidence_types import (
+    CALL_FROM_CPP,
+    FROM_CPP,
     NO_EXIT_CODE,
     UNKNOWN,
     CollectiveCall,
@@ -186,8 +188,22 @@ def _newest_calls(process: ProcessState, record: CommunicatorRecord, now: int) -
     if now - process.progress_ns < QUIET_S * 1e9:
         found: Sequence[CallRecord] = (newest,)
     else:
-        found = read_calls(process.beacon.path, record.slot, CALLS_REPORTED)
+        found = [*read_calls(process.beacon.path, record.slot, CALLS_REPORTED), *_calls_from_cpp(record)]
     return [call for call in found if not call.p2p and call.seq != UNKNOWN]
+
+
+def _calls_from_cpp(record: CommunicatorRecord) -> list[CallRecord]:
+    """The first unfinished collectives of a member that makes no progress, if they were issued from C++: c10d has
+    counted them after the newest call from Python."""
+    newest = record.newest
+    if newest is None or newest.seq == UNKNOWN or record.blind or not record.counted:
+        return []
+    first = max(newest.seq, record.completed) + 1
+    return [
+        replace(newest, seq=seq, signature=FROM_CPP, operation=CALL_FROM_CPP.operation, shapes="", dtype="", root=None,
+                site="", left_ns=0)
+        for seq in range(first, min(record.entered, first + CALLS_REPORTED - 1) + 1)
+    ]  # fmt: skip
 
 
 def _process_note(process: ProcessState, monitor: ProcessMonitor, now: int) -> ProcessNote | None:

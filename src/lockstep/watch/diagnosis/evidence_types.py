@@ -85,6 +85,10 @@ class CollectiveCall:
     """`file.py:31 in function`; it need not agree between ranks."""
 
 
+FROM_CPP = 0x432B2B
+"""The signature of all calls from C++, which are counted, but not recorded: DDP's reductions of gradients."""
+CALL_FROM_CPP = CollectiveCall("a collective from C++ (such as DDP's)")
+
 TRANSFER = "send/recv"
 """The operation of a communicator that stands for the sends of one rank to another; the n-th send meets the n-th
 receive."""

@@ -1,5 +1,4 @@
-"""Finds members of a communicator that made different calls at one sequence number, or created the communicator with
-different member lists.
+"""Finds members of a communicator that made different calls at one sequence number.
 
 The members diverged at the first sequence number at which their calls differ. The call of the majority is correct.
 Without a majority the step's schedule decides, or the call of the parallel groups (communicators of equal description
@@ -7,23 +6,24 @@ and size, such as the other tensor-parallel pairs) at that number. If neither is
 low confidence.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity
-from lockstep.watch.diagnosis.evidence import CallTable, IntArray, WaitEdge
-from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness
+from lockstep.watch.diagnosis.diagnosis_context import (
+    DiagnosisContext,
+    Hypothesis,
+    all_proven_inactive,
+    measure_inactivity,
+)
+from lockstep.watch.diagnosis.evidence import CallTable, IntArray
+from lockstep.watch.diagnosis.evidence_types import FROM_CPP, CollectiveCall, Liveness
+from lockstep.watch.diagnosis.member_lists import CERTAIN, LIKELY, UNDECIDED, find_different_member_lists
 from lockstep.watch.diagnosis.off_by_one import find_off_by_one
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray
 
-CERTAIN, LIKELY, UNDECIDED = 0.95, 0.75, 0.45
-OTHER_RANKS = "other ranks"
-"""In place of a member list of which only a digest is known."""
 WINDOW = 64
 """The size of the comparison table per communicator, indexed by the sequence number modulo this power of two."""
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -60,10 +60,7 @@ def find_mismatches(context: DiagnosisContext, relevant: BoolArray | None) -> li
         stalled = context.graph.communicator[relevant & context.graph.stalled]
         known = {each.communicator for each in divergences}
         found += find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
-    rendezvous = _different_rendezvous(context)
-    covered = {process for each in rendezvous for process in each.others}
-    lists = [each for each in _different_member_lists(context, relevant) if not covered.issuperset(each.culprits)]
-    return found + lists + rendezvous
+    return found + find_different_member_lists(context, relevant)
 
 
 def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
@@ -133,9 +130,7 @@ def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> 
     shown = [*culprits[:4], *[p for p in divergence.process[:8].tolist() if p not in culprits]]
     return Hypothesis(
         VerdictKind.MISMATCH,
-        VerdictLevel.CONFIRMED
-        if right is not None or not _may_still_be_decided(context, divergence)
-        else VerdictLevel.NOTICE,
+        VerdictLevel.CONFIRMED if _is_decided(context, divergence, right) else VerdictLevel.NOTICE,
         confidence,
         _difference_text(context, divergence, right, culprit_signature),
         culprits,
@@ -189,6 +184,16 @@ def _signature_in_order(context: DiagnosisContext, divergence: _Divergence) -> i
         skippers |= {*members.process[rows_there][not_reached].tolist()}
     sides = [signature for signature, _ in votes if skippers & {*divergence.of(signature).tolist()}]
     return next(signature for signature, _ in votes if signature != sides[0]) if len(sides) == 1 else None
+
+
+def _is_decided(context: DiagnosisContext, divergence: _Divergence, right: int | None) -> bool:
+    """Whether the divergence is proven, and its culprits will not change. A call from C++ may be the same as one from
+    Python (one rank makes it in a compiled graph, another does not), so that only inactivity shows that they differ."""
+    if np.uint64(FROM_CPP) in divergence.signature:
+        members, rows = context.evidence.communicators, context.members(divergence.communicator)
+        since = float(np.nanmax(members.entered_at[rows]))
+        return all_proven_inactive(context, divergence.process.tolist(), since)
+    return right is not None or not _may_still_be_decided(context, divergence)
 
 
 def _may_still_be_decided(context: DiagnosisContext, divergence: _Divergence) -> bool:
@@ -287,134 +292,3 @@ def _call_fact(context: DiagnosisContext, divergence: _Divergence, process: int)
     site = calls.sites.get((member, divergence.seq)) or (call.site if call else "")
     info = context.evidence.processes.info[process]
     return Fact(f"{info.name} called {_call_name(call)} as #{divergence.seq}{f' at {site}' if site else ''}", "calls")
-
-
-def _different_member_lists(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
-    """Hypotheses about communicators in which a process waits and whose members created them with different lists."""
-    members, graph = context.evidence.communicators, context.graph
-    if members.member_list is None or graph is None or relevant is None or not len(members.member_list):
-        return []
-    nodes = np.flatnonzero(relevant & graph.stalled & (graph.communicator >= 0))
-    filled = np.flatnonzero(np.diff(members.starts) > 0)
-    most = np.full(len(members.info), -1, dtype=np.int64)
-    least = most.copy()
-    starts = members.starts[filled]
-    most[filled] = np.maximum.reduceat(members.member_list, starts)
-    lists = np.where(members.member_list < 0, most[context.pending.communicator], members.member_list)
-    least[filled] = np.minimum.reduceat(lists, starts)
-    node_of = {int(graph.communicator[node]): int(node) for node in nodes[::-1]}
-    differing = sorted(c for c in np.flatnonzero(least < most).tolist() if c in node_of)
-    return [_member_list_hypothesis(context, each, node_of[each]) for each in differing]
-
-
-def _different_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
-    """Hypotheses about stalled rendezvous that processes have joined with different member lists. A process that the
-    others wait for may have created the communicator already, with a list of its own."""
-    graph = context.graph
-    if graph is None:
-        return []
-    rendezvous: dict[tuple[str, str], list[tuple[int, WaitEdge]]] = {}
-    for node in np.flatnonzero(graph.edge >= 0).tolist():
-        edge = context.evidence.edges[int(graph.edge[node])]
-        if edge.members:
-            rendezvous.setdefault((context.role(edge.process), edge.rendezvous), []).append((node, edge))
-    found = []
-    for (role, name), joined in rendezvous.items():
-        edges = [edge for _, edge in joined]
-        awaited = {each for edge in edges for each in edge.on} | {edge.process for edge in edges}
-        lists = {p: made for p, made in _lists_of(context, name, role, edges).items() if p in awaited}
-        if len(set(lists.values())) > 1 and any(graph.stalled[node] for node, _ in joined):
-            size = max(len(edge.members.split(",")) for edge in edges)
-            texts: dict[object, str] = {_list_of(edge): f"ranks {edge.members}" for edge in edges}
-            hypothesis = _rendezvous_hypothesis(name, lists, texts, size, joined[0][0])
-            found.append(replace(hypothesis, since=min(edge.since for edge in edges)))
-    return found
-
-
-def _lists_of(context: DiagnosisContext, rendezvous: str, role: str, edges: Sequence[WaitEdge]) -> dict[int, int | str]:
-    """The member lists of the processes that are in a rendezvous or have left it: numbers, which are compared with each
-    other, or texts if a wait has no number."""
-    joining = {edge.process: _list_of(edge) for edge in edges}
-    numbered = all(edge.member_list >= 0 for edge in edges)
-    return {**(_created_by(context, rendezvous, role) if numbered else {}), **joining}
-
-
-def _list_of(edge: WaitEdge) -> int | str:
-    return edge.member_list if edge.member_list >= 0 else edge.members
-
-
-def _created_by(context: DiagnosisContext, rendezvous: str, role: str) -> dict[int, int]:
-    """The member lists with which processes of the role have created the communicator of a rendezvous."""
-    members, found = context.evidence.communicators, dict[int, int]()
-    if members.member_list is None:
-        return found
-    for number, about in enumerate(members.info):
-        if about.rendezvous == rendezvous:
-            rows = context.members(number)
-            made = zip(members.process[rows].tolist(), members.member_list[rows].tolist(), strict=True)
-            found.update({p: made_with for p, made_with in made if made_with >= 0 and context.role(p) == role})
-    return found
-
-
-def _rendezvous_hypothesis(
-    name: str, lists: Mapping[int, int | str], texts: Mapping[object, str], size: int, node: int
-) -> Hypothesis:
-    """`lists` holds the list of each process, `texts` the lists of which more than the number is known."""
-    processes = list(lists)
-    vote = _vote(list(lists.values()), size)
-    wrong = {processes[position] for position in vote.wrong}
-    others = f", but the others with {texts.get(vote.most, OTHER_RANKS)}" if vote.most is not None else ""
-    text = (
-        f"creates {name} with {' and '.join(sorted({texts.get(lists[each], OTHER_RANKS) for each in wrong}))}{others}"
-    )
-    return replace(_membership_hypothesis(vote, text, wrong, node, of=len(processes)), others=tuple(processes))
-
-
-def _member_list_hypothesis(context: DiagnosisContext, communicator: int, node: int) -> Hypothesis:
-    members, rows = context.evidence.communicators, context.members(communicator)
-    assert members.member_list is not None
-    lists, process = members.member_list[rows], members.process[rows]
-    known = lists >= 0
-    vote = _vote(lists[known].tolist(), size=len(lists))
-    wrong = process[known][vote.wrong].tolist()
-    return _membership_hypothesis(
-        vote, "created {communicator} with a different member list", wrong, node, of=len(lists)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Vote:
-    """A vote of members on their member list."""
-
-    wrong: list[int]
-    """Positions of the members with another list than the majority; all members if there is no majority."""
-    most: object
-    """The majority's list; None if there is no majority."""
-    count: int
-    """The number of members with the most frequent list."""
-    confidence: float
-
-
-def _vote(lists: Sequence[object], size: int) -> _Vote:
-    """Finds the majority among the members' lists. `size` counts all members, also those whose list is unknown."""
-    most, count = Counter(lists).most_common(1)[0]
-    if 2 * count <= len(lists) or count < 2:
-        return _Vote(list(range(len(lists))), None, count, UNDECIDED)
-    wrong = [position for position, each in enumerate(lists) if each != most]
-    return _Vote(wrong, most, count, CERTAIN if 2 * count > size else LIKELY)
-
-
-def _membership_hypothesis(vote: _Vote, text: str, culprits: Iterable[int], node: int, of: int) -> Hypothesis:
-    agreed = f"{vote.count} of {of} members agree on one list."
-    return Hypothesis(
-        VerdictKind.MISMATCH,
-        VerdictLevel.CONFIRMED,
-        vote.confidence,
-        text,
-        tuple(sorted(culprits)),
-        node=node,
-        cause="rank_divergent_branch",
-        alternatives=(Alternative("config_error", 0.3),),
-        details=agreed if vote.most is not None else "There is no majority.",
-        proven_by_structure=True,
-    )

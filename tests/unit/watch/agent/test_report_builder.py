@@ -1,0 +1,68 @@
+"""What the agent reports of a rank's calls."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_call_comparison import Member
+
+from lockstep.watch.agent.process_monitor import ProcessMonitor
+from lockstep.watch.agent.report_builder import ReportBuilder
+from lockstep.watch.beacon import writer
+from lockstep.watch.diagnosis.diagnose import diagnose
+from lockstep.watch.diagnosis.evidence_types import CALL_FROM_CPP
+from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictLevel
+from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence, build_layout
+
+CALLS = 5
+"""Each rank makes so many from Python, then its next call."""
+
+
+def verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_cpp: list[int], still_s: float) -> list[Verdict]:
+    """The verdicts on four ranks in their next call, which those of `from_cpp` make from C++ and the others from
+    Python, after a minute without any activity."""
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    ranks, monitor, now = [Member(rank, 4) for rank in range(4)], ProcessMonitor("run-1"), time.monotonic_ns()
+    try:
+        for each in ranks:
+            for _ in range(CALLS):
+                each.call()
+            in_cpp = each.rank in from_cpp
+            if not in_cpp:
+                each.call(inside=True)
+            each.slot.mark_counted()
+            each.slot.write_counts(CALLS + 1, CALLS, now, now)
+            state = each.state()
+            state.progress_ns = state.active_ns = state.stack_ns = state.same_stack_ns = now - 60 * 10**9
+            assert state.beacon is not None
+            communicators = tuple(replace(c, entered_ns=now - 60 * 10**9) for c in state.beacon.communicators)
+            state.beacon = replace(state.beacon, communicators=communicators)
+            monitor.tracked[state.name] = state
+        roster, report = ReportBuilder("a").build(monitor)
+    finally:
+        for each in ranks:
+            each.beacon.close(remove=True)
+        writer._current = writer._NullBeacon()
+    evidence = build_evidence(build_layout([roster]), [HostState(roster, report, 10.0, report.about)], 10.0)
+    return diagnose(evidence, StallThresholds(still_s=still_s))
+
+
+def test_a_call_from_python_where_the_others_are_in_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP with uneven inputs: one rank has left the loop."""
+    verdict = verdicts(tmp_path, monkeypatch, from_cpp=[0, 1, 3], still_s=40.0)[0]
+    assert [each.rank for each in verdict.culprits] == [2] and verdict.level is VerdictLevel.CONFIRMED
+    assert f"where the others called {CALL_FROM_CPP.operation}" in verdict.explanation
+
+
+def test_such_calls_may_be_the_same_while_they_are_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdicts(tmp_path, monkeypatch, from_cpp=[0, 1, 3], still_s=400.0)[0]
+    assert verdict.level is VerdictLevel.NOTICE
+
+
+@pytest.mark.parametrize("from_cpp", [[], [0, 1, 2, 3]])
+def test_calls_of_one_source_do_not_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_cpp: list[int]
+) -> None:
+    found = verdicts(tmp_path, monkeypatch, from_cpp, still_s=40.0)
+    assert not any(each.culprits for each in found)
