@@ -75,24 +75,37 @@ def _waited_in_beside(graph: WaitGraph, blocked: BoolArray) -> BoolArray:
 
 
 def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
-    """A hypothesis about members that have not completed a collective that others have completed: one other proves it
-    if the operation needs all members, else most others. Or about members whose devices have not started a collective.
-    None if there are none."""
-    communicator, seq = int(graph.communicator[node]), int(graph.seq[node])
-    done = int((context.evidence.communicators.completed[context.members(communicator)] >= seq).sum())
-    if not done:
+    """A hypothesis about members that have not completed a collective that others have completed, or whose devices have
+    not started it; None if there are none."""
+    done, waiters = _completed_by(context, graph, node), _few_waiters(graph, node)
+    if not done or not waiters or not _proves_lag(context, graph, node, done, len(waiters)):
         return _kept_from_starting(context, graph, node)
-    waiters = _few_waiters(graph, node)
-    call, _ = context.call(communicator, seq)
-    if call is not None:
-        needs_all = call.operation == TRANSFER or needs_all_members(call.operation)
-    else:
-        needs_all = _is_of_dumps(context) and _usually_needs_all(context, communicator)
-    if not waiters or not (done > len(waiters) or needs_all):
-        return None
     return _stuck_devices(
         context, graph, node, waiters, f"has entered {{collective}} and not completed it, as {_others_have(done)}", 0.7
     )
+
+
+def _completed_by(context: DiagnosisContext, graph: WaitGraph, node: int) -> int:
+    """How many members have completed a collective."""
+    rows = context.members(int(graph.communicator[node]))
+    return int((context.evidence.communicators.completed[rows] >= graph.seq[node]).sum())
+
+
+def _proves_lag(context: DiagnosisContext, graph: WaitGraph, node: int, done: int, waiting: int) -> bool:
+    """Whether `done` members that completed a collective prove that the others should have as well. One of them proves
+    it if the operation needs all members. In a broadcast or a reduction the others may wait for each other, as its root
+    does in a reduction, but a single other one has nobody to wait for. Of an operation that beacons do not show, most
+    members prove it."""
+    communicator = int(graph.communicator[node])
+    rows = context.members(communicator)
+    if done == rows.stop - rows.start - 1:
+        return True
+    call, _ = context.call(communicator, int(graph.seq[node]))
+    if call is not None:
+        return call.operation == TRANSFER or needs_all_members(call.operation)
+    if _is_of_dumps(context):
+        return _usually_needs_all(context, communicator)
+    return done > waiting
 
 
 def _kept_from_starting(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis | None:
@@ -216,6 +229,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
                 alternatives=(Alternative("rank_divergent_branch", 0.5),), others=tuple(waiters),
             )
         ]  # fmt: skip
+    some_complete = _completed_by(context, graph, nodes[0]) > 0
     culprits, hosts = _common_host(context, graph, nodes)
     several_hosts = len(hosts) > 1
     host_names = summarize_list(sorted(hosts), 4)
@@ -225,7 +239,9 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
             VerdictKind.IN_FLIGHT,
             level,
             0.6 if proven else 0.45,
-            "all members have entered {collective} and none completes it",
+            "all members have entered {collective} and not all complete it"
+            if some_complete
+            else "all members have entered {collective} and none completes it",
             tuple(culprits),
             node=nodes[0],
             since=since,

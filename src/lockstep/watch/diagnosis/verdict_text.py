@@ -266,7 +266,7 @@ def _chain_text(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple[
     assert hypothesis.node is not None
     first = chain[0]
     waits = f"has waited {first.since_s:.0f} s" if first.since_s else "waits"
-    words = f"{first.who} {waits} for {first.on} ({first.what})"
+    words = f"{first.who} {waits} for {first.on} ({first.what})" if first.on else f"{first.who} {waits} in {first.what}"
     words += "".join(f", which waits for {link.on} ({link.what})" for link in chain[1:])
     waiters = graph.wait_process[graph.wait_node == hypothesis.node]
     others = len(waiters) - int(np.isin(hypothesis.culprits, waiters).sum()) - 1

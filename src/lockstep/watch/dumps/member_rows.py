@@ -75,7 +75,8 @@ def communicator_rows(communicators: Sequence[DumpedCommunicator], by_rank: Mapp
             if rank in positions:
                 _place(row, positions[rank], rank in timed)
                 # It waits elsewhere, and may have ended the send that is waited for here.
-                row.uncertain = rank == source and not positions[rank].known and bool(heads[rank])
+                may_be_ahead = rank == source and not positions[rank].counted
+                row.uncertain = may_be_ahead and bool(heads[rank]) and not row.waits
             rows.append(row)
         info = infos[number]
         name = f"{info.name}, rank {source} to {target}"

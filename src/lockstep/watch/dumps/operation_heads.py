@@ -8,7 +8,8 @@ dumps holds positions that the rule has been applied to, and no communicator in 
 A send from a to b and the receive of b from a are a collective of two members, numbered per direction and communicator:
 the i-th send meets the i-th receive. Sequence numbers of sends and receives cannot match them, because each rank counts
 them over all of its peers. If all sends and receives since the start are known, they are numbered from the start, else
-from the oldest unfinished one.
+from the oldest unfinished one. A small send ends without its receive, so then the sender may be further than its
+unfinished sends show; a receive never ends before its send.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,8 +66,8 @@ class Position:
     completed: int
     since: float = float("nan")
     started: bool = False
-    known: bool = True
-    """False if no operation is pending and the number of ended ones is unknown."""
+    counted: bool = True
+    """False if it is unknown how many operations of a channel have ended."""
 
 
 @dataclass(slots=True)
@@ -97,15 +98,14 @@ def match_transfers(ranks: Mapping[int, RankOperations]) -> dict[Channel, dict[i
     for channel in channels:
         members = [rank for rank in channel[1:] if rank in ranks]
         counts = [None if (issued := ranks[rank].issued) is None else issued.get(channel, 0) for rank in members]
-        numbered = len(members) == 2 and None not in counts
+        counted = len(members) == 2 and None not in counts
         found[channel] = {}
         for rank, count in zip(members, counts, strict=True):
             side = sides[rank].get(channel, _Side())
-            done = count - side.pending if numbered and count is not None else 0
+            done = count - side.pending if counted and count is not None else 0
             entered = done + side.at_head
             completed = entered - 1 if side.at_head else done
-            known = numbered or side.pending > 0
-            found[channel][rank] = Position(entered, completed, side.since, side.started, known)
+            found[channel][rank] = Position(entered, completed, side.since, side.started, counted)
     return found
 
 

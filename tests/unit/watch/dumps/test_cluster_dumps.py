@@ -18,7 +18,7 @@ def test_a_stopped_host_is_named() -> None:
     assert scores["exact"] >= 9 and not scores["innocent"], scores
 
 
-@pytest.mark.parametrize("seed", range(1000, 1006))
+@pytest.mark.parametrize("seed", [*range(1000, 1006), 50396])
 def test_no_innocent_is_named_with_all_dumps(seed: int) -> None:
     assert not several(seed).innocents
 
@@ -60,14 +60,13 @@ def test_ranks_whose_oldest_operation_is_lost_prove_no_stalled_link() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_figures_of_the_documentation() -> None:
-    hosts = summary(single(seed, ("host",)) for seed in range(50000, 50200))
-    others = summary(single(seed, WRITES_A_DUMP[1:]) for seed in range(50200, 50300))
-    many = summary(several(seed) for seed in range(50300, 50400))
-    missing = summary(incomplete(seed) for seed in range(40400, 40500))
+    hosts = summary(single(seed, ("host",)) for seed in range(60000, 60200))
+    others = summary(single(seed, WRITES_A_DUMP[1:]) for seed in range(60200, 60300))
+    many = summary(several(seed) for seed in range(60300, 60400))
+    missing = summary(incomplete(seed) for seed in range(60400, 60500))
     print(f"one host: {hosts}", f"one device: {others}", f"several: {many}", f"dumps missing: {missing}", sep="\n")
     assert hosts["exact"] >= 0.98 * hosts["cases"]
-    assert hosts["innocent"] == others["innocent"] == 0
-    assert many["innocent"] <= 0.01 * many["cases"] and missing["innocent"] <= 0.01 * missing["cases"]
+    assert hosts["innocent"] == others["innocent"] == many["innocent"] == missing["innocent"] == 0
     assert others["exact"] >= 0.7 * others["cases"] and others["covered"] == others["cases"]
     assert many["exact"] >= 0.7 * many["cases"] and many["covered"] >= 0.95 * many["cases"]
     assert missing["covered"] >= 0.9 * missing["cases"]
