@@ -27,10 +27,10 @@ It keeps the semantics of torch's CUDA streams:
 
 - The **future** of a handle, which DDP waits for in C++, is done when the operation is enqueued.
 
-With TORCH_NCCL_BLOCKING_WAIT=1, `wait()` and the future block the host until the operation has completed; libraries that
-read results on the host, as DDP does with gradients, need it here. What differs from NCCL: every collective needs all
-members (a broadcast's root does not leave early), a send is never buffered, the status also counts with blocking waits,
-and waiting for a future does not make the compute stream wait.
+With TORCH_NCCL_BLOCKING_WAIT=1, `wait()` and the future block the host until the operation has completed; libraries
+that read results on the host, as DDP does with gradients, need it here. What differs from NCCL: every collective needs
+all members (a broadcast's root does not leave early), a send is never buffered, the status also counts with blocking
+waits, and waiting for a future does not make the compute stream wait.
 """
 
 import ctypes
