@@ -40,6 +40,10 @@ MOST_READ = 8192
 """Calls that one update reads, about 20 ms of CPU; the next update begins with the communicator after them."""
 SHOWN_CALLS = 8
 """Calls of each member that are reported, from the first difference on."""
+MOST_DECODED = 4
+"""Members whose texts one update decodes because they have made a call of a new signature, about 5 ms of CPU."""
+KEPT_SIGNATURES = 1024
+"""Signatures that are known of a communicator; then it is forgotten which are new."""
 PATIENCE_S = 2.0
 """How long a difference waits for the calls of the remaining members on this host, which decide who is right."""
 
@@ -62,6 +66,9 @@ class _FollowedMember:
     calls: dict[int, FollowedCall] = field(default_factory=dict)
     """By sequence number."""
     newest: int = 0
+    described: dict[int, CallRecord] = field(default_factory=dict)
+    """Calls that were the first of their signature, by `CallRecord.number`: their texts may be overwritten before
+    another host's calls show a difference."""
 
     def add(self, call: FollowedCall) -> None:
         self.calls[call.seq] = call
@@ -79,6 +86,7 @@ class _FollowedCommunicator:
     """See `CommunicatorLife`; -1 if the members differ in it."""
     usual: dict[int, FollowedCall] = field(default_factory=dict)
     """The first known call of each sequence number."""
+    signatures: set[int] = field(default_factory=set)
     windows: CallWindows | None = None
     """None if all members are on this host."""
 
@@ -111,8 +119,8 @@ class CallComparison:
         """By identity."""
         self._differences: dict[int, _Difference] = {}
         """By the identity of the communicator. Those that are reported outlive what is known of it otherwise."""
-        self._unread = MOST_READ
-        """Calls that this update may still read."""
+        self._unread, self._undecoded = MOST_READ, MOST_DECODED
+        """Calls that this update may still read, and members whose texts it may decode."""
         self._next = 0
         """The identity of the communicator that the last update did not reach."""
 
@@ -178,7 +186,7 @@ class CallComparison:
     def _in_turn(self, identities: list[int]) -> Iterator[int]:
         """The communicators to compare, beginning with the one that the last update did not reach, until `MOST_READ`
         calls have been read."""
-        self._unread = MOST_READ
+        self._unread, self._undecoded = MOST_READ, MOST_DECODED
         first = identities.index(self._next) if self._next in identities else 0
         for identity in identities[first:] + identities[:first]:
             self._next = identity
@@ -217,7 +225,9 @@ class CallComparison:
             followed = self._members.setdefault(
                 _member_key(process, record), _FollowedMember(CallFollower(record.slot))
             )
-            for call in self._read(followed.follower, process, record, descriptors):
+            calls = self._read(followed.follower, process, record, descriptors)
+            self._describe(known, followed, calls, process, record)
+            for call in calls:
                 other = known.add(call)
                 followed.add(other if other == call else call)
                 if other.signature != call.signature and other.issued == call.issued:
@@ -226,6 +236,24 @@ class CallComparison:
             for seq in sorted(known.usual)[:KEPT_CALLS]:
                 del known.usual[seq]
         self._show(identity, members)
+
+    def _describe(
+        self, known: _FollowedCommunicator, followed: _FollowedMember, calls: Sequence[FollowedCall],
+        process: ProcessState, record: CommunicatorRecord,
+    ) -> None:  # fmt: skip
+        """Keeps the texts of calls whose signature is new. A healthy job soon makes no such calls any more."""
+        new = {each.signature: each.number for each in reversed(calls) if each.signature not in known.signatures}
+        if not new:
+            return
+        if len(known.signatures) > KEPT_SIGNATURES:
+            known.signatures.clear()
+        known.signatures |= new.keys()
+        if self._undecoded > 0:
+            self._undecoded -= 1
+            numbers = set(new.values())
+            followed.described |= {each.number: each for each in _decoded(process, record) if each.number in numbers}
+            for number in list(followed.described)[:-CALLS_PER_RING]:
+                del followed.described[number]
 
     def _read(
         self, follower: CallFollower, process: ProcessState, record: CommunicatorRecord, descriptors: dict[Path, int]
@@ -267,7 +295,8 @@ class CallComparison:
             return
         difference.shown = {}
         for member in members:
-            key, about = _member_key(*member), {call.number: call for call in _decoded(*member)}
+            key = _member_key(*member)
+            about = followed[key].described | {call.number: call for call in _decoded(*member) if call.operation}
             calls = (followed[key].calls.get(seq) for seq in range(difference.seq, last + 1))
             difference.shown[key] = [about.get(call.number) or _undescribed(call) for call in calls if call is not None]
 

@@ -5,12 +5,12 @@ alike. A digest covers the calls from the beginning of a window up to one of the
 window that is complete, and while a communicator is idle also that of the calls since then: so any two hosts have
 digests of the same calls, however far they are apart, and an active communicator costs one number per `WINDOW` calls.
 
-The digest is the sum modulo 2^64 of a number for each call, so that it does not depend on the order in which the calls
-of a host's members become known. The number is that of MurmurHash3's 64-bit finalizer
-(https://github.com/aappleby/smhasher/blob/master/src/MurmurHash3.cpp), a bijection of the signature: a single different
-call always changes the digest.
+A digest is 64 bits of BLAKE2b over both numbers and the signature of each call, in the order of the calls, whatever the
+order in which those of a host's members become known.
 """
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,9 +18,9 @@ from typing import NamedTuple
 from lockstep.watch.beacon.call_follower import FollowedCall
 
 WINDOW = 32
+_CALL = struct.Struct("<qqQ")
 KEPT_WINDOWS = 8
 """Windows that still wait for some of their calls, which may come from another member of the host."""
-_MASK = 2**64 - 1
 
 
 class CallDigest(NamedTuple):
@@ -35,24 +35,22 @@ class CallDigest(NamedTuple):
         return self.last - (self.last - 1) % WINDOW
 
 
-@dataclass(slots=True)
-class _Window:
-    known: int = 0
-    last: int = 0
-    value: int = 0
-
-    def add(self, call: FollowedCall) -> None:
-        self.known += 1
-        self.last = max(self.last, call.issued)
-        self.value = (self.value + _call_number(call)) & _MASK
+def digest_calls(calls: Sequence[FollowedCall]) -> CallDigest | None:
+    """The digest of these calls of a window, in any order; None if some from its beginning to the last are missing."""
+    in_order = sorted(calls, key=lambda call: call.issued)
+    last = in_order[-1].issued
+    if len(calls) != (last - 1) % WINDOW + 1:
+        return None
+    data = b"".join([_CALL.pack(call.issued, call.seq, call.signature) for call in in_order])
+    return CallDigest(last, int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"))
 
 
 @dataclass(slots=True)
 class CallWindows:
     """The windows of a communicator, from the calls that a host's members make."""
 
-    _windows: dict[int, _Window] = field(default_factory=dict)
-    """Those that are incomplete, by position."""
+    _windows: dict[int, list[FollowedCall]] = field(default_factory=dict)
+    """The calls of those that are incomplete, by position."""
     _complete: list[CallDigest] = field(default_factory=list)
     _newest: int = 0
     """The newest call."""
@@ -64,12 +62,12 @@ class CallWindows:
     def add(self, call: FollowedCall) -> None:
         """Adds a call that has not been added before, in any order."""
         position = (call.issued - 1) // WINDOW
-        window = self._windows.setdefault(position, _Window())
-        window.add(call)
+        calls = self._windows.setdefault(position, [])
+        calls.append(call)
         self._newest = max(self._newest, call.issued)
-        if window.known == WINDOW:
-            self._complete.append(CallDigest(window.last, window.value))
-            del self._windows[position]
+        if len(calls) == WINDOW:
+            digest = digest_calls(self._windows.pop(position))
+            self._complete += [] if digest is None else [digest]
         elif len(self._windows) > KEPT_WINDOWS:
             del self._windows[min(self._windows)]
 
@@ -79,10 +77,8 @@ class CallWindows:
         taken, self._complete = self._complete, []
         newest = self._windows.get((self._newest - 1) // WINDOW)
         idle, self._newest_before = self._newest == self._newest_before, self._newest
-        if idle and self._newest > self._taken and newest is not None:
-            digest = CallDigest(newest.last, newest.value)
-            if newest.known == digest.last - digest.first + 1:
-                taken.append(digest)
+        if idle and self._newest > self._taken and newest and (digest := digest_calls(newest)) is not None:
+            taken.append(digest)
         self._taken = max([self._taken, *(each.last for each in taken)])
         return taken
 
@@ -99,10 +95,3 @@ def first_difference(ours: Sequence[FollowedCall], theirs: Sequence[FollowedCall
         and other[each.issued].signature != each.signature
     )
     return min(differing, default=None)
-
-
-def _call_number(call: FollowedCall) -> int:
-    value = (call.signature ^ call.seq * 0x9E3779B97F4A7C15 ^ call.issued * 0xC2B2AE3D27D4EB4F) & _MASK
-    value = ((value ^ value >> 33) * 0xFF51AFD7ED558CCD) & _MASK
-    value = ((value ^ value >> 33) * 0xC4CEB9FE1A85EC53) & _MASK
-    return value ^ value >> 33

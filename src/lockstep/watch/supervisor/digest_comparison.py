@@ -83,8 +83,8 @@ class DigestComparison:
         self._replace_members(host, {})
 
     def update(self, host: HostState) -> None:
-        """Compares a host's newest report with those of the others, or begins anew with the communicators whose members
-        a new roster changes: the new ones may number their calls from 1 again.
+        """Compares a host's newest report with those of the others, or begins anew with the communicators of which
+        members have left by a new roster: those that replace them may number their calls from 1 again.
 
         Raises:
             ValueError: the report names a communicator that the roster does not have.
@@ -109,8 +109,8 @@ class DigestComparison:
         old = self._members.pop(host, {})
         if new:
             self._members[host] = new
-        changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
-        for about in [each for each in self._known if each.key in changed]:
+        left = {key for key, members in old.items() if not members <= new.get(key, frozenset())}
+        for about in [each for each in self._known if each.key in left]:
             del self._known[about]
 
     def _compare(self, about: _Communicator, host: str, digest: CallDigest) -> None:
