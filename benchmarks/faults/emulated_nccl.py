@@ -25,9 +25,12 @@ It keeps the semantics of torch's CUDA streams:
   counts; its parts are recorded without a state, and the entry `coalesced` after them has the state of all. `started`
   is reported only with TORCH_NCCL_ENABLE_TIMING=1.
 
-With TORCH_NCCL_BLOCKING_WAIT=1, `wait()` blocks the host until the operation has completed; libraries that read results
-on the host need it here. What differs from NCCL: every collective needs all members (a broadcast's root does not leave
-early), a send is never buffered, and the status also counts with blocking waits.
+- The **future** of a handle, which DDP waits for in C++, is done when the operation is enqueued.
+
+With TORCH_NCCL_BLOCKING_WAIT=1, `wait()` and the future block the host until the operation has completed; libraries
+that read results on the host, as DDP does with gradients, need it here. What differs from NCCL: every collective needs
+all members (a broadcast's root does not leave early), a send is never buffered, the status also counts with blocking
+waits, and waiting for a future does not make the compute stream wait.
 """
 
 import ctypes
@@ -173,12 +176,20 @@ def _number(entry: dict[str, Any]) -> int:
 class DeviceWork(torch._C._distributed_c10d.PythonCallbackWork):  # type: ignore[misc]
     """The handle of an operation."""
 
-    def __init__(self, done: threading.Event) -> None:
+    def __init__(self, done: threading.Event, results: list[torch.Tensor]) -> None:
         super().__init__(self._wait)
-        self.done = done
+        self.done, self._results = done, results
+        if not _wait_blocks():
+            self.complete_future()
+
+    def complete_future(self) -> None:
+        """Gives the future its value; torch itself gives it an empty tensor, and only in `wait()`."""
+        future = self.get_future()
+        if not future.done():
+            future.set_result(self._results)
 
     def _wait(self, _timeout: timedelta) -> bool:
-        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1":
+        if _wait_blocks():
             return self.done.wait(FOREVER_S)
         device().compute.wait_event(self.done)
         return True
@@ -190,6 +201,10 @@ class DeviceWork(torch._C._distributed_c10d.PythonCallbackWork):  # type: ignore
 
     def is_completed(self) -> bool:
         return self.done.is_set()
+
+
+def _wait_blocks() -> bool:
+    return os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == "1"
 
 
 class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
@@ -237,15 +252,13 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
 
     # --- operations
 
-    def _enqueue(self, operation: Kernel, entry: dict[str, Any]) -> DeviceWork:
+    def _enqueue(self, operation: Kernel, entry: dict[str, Any], results: list[torch.Tensor]) -> DeviceWork:
         earlier = device().compute.record_event()
-        done = threading.Event()
-        self.stream.launch(functools.partial(self._operate, earlier, operation, entry, done))
-        return DeviceWork(done)
+        work = DeviceWork(threading.Event(), results)
+        self.stream.launch(functools.partial(self._operate, earlier, operation, entry, work))
+        return work
 
-    def _operate(
-        self, earlier: threading.Event, operation: Kernel, entry: dict[str, Any], done: threading.Event
-    ) -> None:
+    def _operate(self, earlier: threading.Event, operation: Kernel, entry: dict[str, Any], work: DeviceWork) -> None:
         while not (earlier.wait(0.05) or self._aborted.is_set()):
             pass
         device().trace.started(self, entry)
@@ -257,7 +270,8 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
             self._aborted.wait(FOREVER_S)
         if not self._aborted.is_set():
             device().trace.completed(self, entry)
-        done.set()
+        work.complete_future()
+        work.done.set()
 
     def never_end(self) -> None:
         """From the operation on that is issued next, operations do not end on this member, a fault of its device."""
@@ -274,7 +288,7 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         tensors = _tensors(args)
         entry = device().trace.enqueued(self, name.strip("_"), tensors, p2p=False)
         call = f"{name} {[(tuple(each.shape), each.dtype) for each in tensors]} {_root(args)}"
-        return self._enqueue(functools.partial(self._run_collective, name, args, call), entry)
+        return self._enqueue(functools.partial(self._run_collective, name, args, call), entry, _results(args))
 
     def _run_collective(self, name: str, args: tuple[Any, ...], call: str) -> None:
         own = torch.tensor([int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest())])
@@ -299,7 +313,7 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
         if self._batch is not None:
             self._batch.append(post)
             return None
-        return self._enqueue(lambda: post().wait(), entry)
+        return self._enqueue(lambda: post().wait(), entry, tensors)
 
     def start_batch(self) -> None:
         self.collectives += 1
@@ -313,7 +327,7 @@ class EmulatedNccl(dist.ProcessGroup):  # type: ignore[misc]
             for work in [post() for post in batch]:
                 work.wait()
 
-        return self._enqueue(run, device().trace.enqueued(self, "coalesced", [], p2p=False))
+        return self._enqueue(run, device().trace.enqueued(self, "coalesced", [], p2p=False), [])
 
 
 def _tensors(args: Any) -> list[torch.Tensor]:
@@ -324,6 +338,12 @@ def _tensors(args: Any) -> list[torch.Tensor]:
         if any(isinstance(tensor, torch.Tensor) for tensor in flat):
             found = [tensor for tensor in flat if isinstance(tensor, torch.Tensor)]
     return found
+
+
+def _results(args: Any) -> list[torch.Tensor]:
+    """The output tensors of a collective, its first argument."""
+    flat = [each for some in args[:1] for each in (some if isinstance(some, list) else [some])]
+    return [each for some in flat for each in (some if isinstance(some, list) else [some])]
 
 
 def _root(args: tuple[Any, ...]) -> object:

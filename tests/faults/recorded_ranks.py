@@ -84,7 +84,10 @@ def ddp(rank: int, job: Job) -> Any:
     job.init(rank)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     for _ in range(5):
-        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+        model(torch.full((2, 4), rank + 1.0)).sum().backward()
+        mean = 2.0 * sum(range(1, job.world + 1)) / job.world
+        assert torch.equal(model.module.weight.grad, torch.full((4, 4), mean))
     dist.barrier()
     settle(job)
     return dist.group.WORLD._get_sequence_number_for_group()

@@ -103,8 +103,8 @@ def test_calls_and_counts_are_what_the_ranks_did(tmp_path, backend):
     [(recorded_ranks.fsdp, "gloo")] + [
         pytest.param(body, backend, marks=pytest.mark.slow)
         for body, backend in [
-            (recorded_ranks.ddp, "gloo"), (recorded_ranks.tensor_parallel, "gloo"), (recorded_ranks.fsdp, NCCL),
-            (recorded_ranks.tensor_parallel, NCCL),
+            (recorded_ranks.ddp, "gloo"), (recorded_ranks.tensor_parallel, "gloo"), (recorded_ranks.ddp, NCCL),
+            (recorded_ranks.fsdp, NCCL), (recorded_ranks.tensor_parallel, NCCL),
         ]
     ],
 )  # fmt: skip

@@ -12,16 +12,23 @@ OPTIONS = ("--notice-after", "1", "--confirm-after", "8", "--on-stall", "kill")
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"),
+    ("loop", "fault", "kind"),
     [
-        ("kernel", "device_lag"),
-        pytest.param("stopped", "absent", marks=pytest.mark.slow),
-        pytest.param("operation", "mismatch", marks=pytest.mark.slow),
+        ("", "kernel", "device_lag"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                ("", "stopped", "absent"), ("", "operation", "mismatch"), ("ddp", "kernel", "device_lag"),
+                ("ddp", "stopped", "absent"),
+            ]
+        ),
     ],
-)
-def test_the_rank_whose_host_or_device_fails_is_named_alone(tmp_path: Path, fault: str, kind: str) -> None:
-    job = torchrun(str(JOBS / "device_job.py"), fault, ranks=3)
+)  # fmt: skip
+def test_the_rank_whose_host_or_device_fails_is_named_alone(tmp_path: Path, loop: str, fault: str, kind: str) -> None:
+    job = torchrun(str(JOBS / "device_job.py"), fault, *([loop] if loop else []), ranks=3)
     variables = {"TORCH_NCCL_ENABLE_TIMING": "1", "PYTHONPATH": str(ROOT)}
+    if loop == "ddp":
+        variables["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     code, _, errors = finish(watch(tmp_path, *job, options=OPTIONS, **variables))
     assert code == STALL_EXIT_CODE, errors
     (file,) = (tmp_path / "incidents").glob("*/verdict.json")

@@ -1,5 +1,5 @@
-"""`lockstep watch` around jobs of plain torch: with ranks that compile, a compiler at work is progress, and one that hangs
-is not; with DDP, whose collectives come from C++, a rank that runs out of batches is named."""
+"""`lockstep watch` around jobs of plain torch. With ranks that compile, a compiler at work is progress, and one that
+hangs is not. With DDP, whose collectives come from C++, a rank that runs out of batches is named."""
 
 import json
 import time

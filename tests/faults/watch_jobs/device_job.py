@@ -1,4 +1,5 @@
-"""A training job on the emulation of NCCL, whose rank 1 fails: `torchrun device_job.py FAULT`."""
+"""A training job on the emulation of NCCL, whose rank 1 fails: `torchrun device_job.py FAULT [ddp]`. With `ddp`, which
+needs TORCH_NCCL_BLOCKING_WAIT=1, most collectives are issued from C++."""
 
 import os
 import signal
@@ -31,11 +32,15 @@ def main() -> None:
     emulated_nccl.register()
     recorder.install()
     dist.init_process_group(emulated_nccl.NAME)
+    model = torch.nn.Linear(64, 64)
+    if sys.argv[2:] == ["ddp"]:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     step = 0
     while True:
         step += 1
         if step == FAULT_STEP and dist.get_rank() == CULPRIT:
             fail(sys.argv[1])
+        model(torch.ones(8, 64)).sum().backward()
         for _ in range(2):
             dist.all_reduce(torch.ones(4))
         emulated_nccl.device().synchronize()

@@ -10,6 +10,10 @@
     {"id", "op": "free", "names", "culprits", "text", "verdict", "breaks"} -> {"freed"}   if a collective of these
         processes fails, it raises the verdict; with `breaks`, the collectives that the processes are in are aborted,
         and "freed" names the processes that were in one; does nothing if a culprit has been replaced meanwhile
+    {"id", "op": "calls", "communicator", "incarnation", "first", "last"} -> {"calls": [[number, seq, issued,
+        signature], ...]}   the known calls of this host's members on a communicator, by their numbers from Python
+    {"id", "op": "show", "communicator", "incarnation", "seq"} -> {}   reports the calls from this one on, because
+        members on other hosts differ
     {"id", "op": "dump", "names"} -> {"folder"}   has flight recorders written to this folder, see `commands`
     {"id", "op": "dumps"} -> {"dumps": {name: text}}   the dumps that have been written so far
     <- states also have "calm": every process makes progress or is idle, and all members' calls agree
@@ -31,6 +35,7 @@ from typing import Any
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.transport.frames import Connection
 from lockstep.watch.agent import host_evidence
+from lockstep.watch.agent.call_comparison import CommunicatorLife
 from lockstep.watch.agent.process_monitor import ProcessMonitor, ProcessState
 from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import encode_report
@@ -85,6 +90,7 @@ class MonitoringService:
         self.operations: Mapping[str, Callable[[Connection, str, dict[str, Any]], None]] = {
             "observe": self._observe, "clock": self._clock, "stacks": self._stacks, "collect": self._collect,
             "end": self._end, "forget": self._forget, "free": self._free, "dump": self._dump, "dumps": self._dumps,
+            "calls": self._calls, "show": self._show,
         }  # fmt: skip
 
     def expect_end(self, name: str, pid: int) -> None:
@@ -218,6 +224,15 @@ class MonitoringService:
             log.warning("no process could be released: %s", error)
         self._reply(number, {"freed": released})
 
+    def _calls(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        known = self._reports.comparison.calls_between(_life(message), int(message["first"]), int(message["last"]))
+        self._reply(number, {"calls": known})
+
+    def _show(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._reports.comparison.show(_life(message), int(message["seq"]))
+        self._sample_now = True
+        self._reply(number, {})
+
     def _dump(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._dump_folder = run_shm_dir(self._monitor.run) / "dumps" / str(time.monotonic_ns())
         try:
@@ -239,3 +254,7 @@ class MonitoringService:
             self.expect_end(process.name, pid)
             sent = processes.send_signal(pid, process.start_ticks or None, signal.Signals(int(message["signal"])))
         self._reply(number, {"sent": sent})
+
+
+def _life(message: Mapping[str, Any]) -> CommunicatorLife:
+    return CommunicatorLife(int(str(message["communicator"]), 16), int(message["incarnation"]))

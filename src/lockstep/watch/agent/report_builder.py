@@ -1,12 +1,13 @@
 """Builds an agent's reports to its supervisors: rosters and states, as defined in `report_messages`."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep.watch.agent.call_comparison import CallComparison
 from lockstep.watch.agent.process_monitor import ProcessMonitor, ProcessState
 from lockstep.watch.agent.report_messages import (
+    DIGEST_RECORD,
     NAN,
     Roster,
     RosterCommunicator,
@@ -63,7 +64,7 @@ class ReportBuilder:
         """Reports all signatures again, for a new supervisor."""
         self._explained.clear()
 
-    def build(self, monitor: ProcessMonitor, gaps: Sequence[str] = ()) -> tuple[Roster, StateReport]:
+    def build(self, monitor: ProcessMonitor) -> tuple[Roster, StateReport]:
         """Builds the reports of the last sample. A changed roster gets the next number."""
         states = sorted(monitor.tracked.values(), key=lambda process: (process.role, process.rank, process.name))
         memberships = [
@@ -73,7 +74,7 @@ class ReportBuilder:
             for record in process.beacon.communicators
             if not (record.closed and process.living)  # a process that ends destroys its communicators
         ]
-        self._update_roster(states, memberships)
+        numbers = self._update_roster(states, memberships)
         if self.devices is not None:
             self.last_devices = _read_devices(self.devices, states)
         now = time.monotonic_ns()
@@ -90,7 +91,12 @@ class ReportBuilder:
             calls=pack_calls((i, call.seq, call.signature) for i, some in enumerate(calls) for call in some),
             about=self._about(calls),
             sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
-            gaps=tuple(gaps),
+            digests=self._digests(numbers),
+            differences=tuple(
+                (numbers[life.identity], life.incarnation, seq)
+                for life, seq in self.comparison.differences()
+                if life.identity in numbers
+            ),
             moved={i: _age_s(each.moved_ns, now) for i, each in enumerate(states) if each.moved_ns > each.progress_ns},
             devices=self.last_devices,
         )
@@ -98,8 +104,9 @@ class ReportBuilder:
 
     def _update_roster(
         self, states: Sequence[ProcessState], memberships: Sequence[tuple[int, CommunicatorRecord]]
-    ) -> None:
-        """Replaces the roster, with the next number, if it has changed."""
+    ) -> Mapping[int, int]:
+        """Replaces the roster, with the next number, if it has changed. Returns the communicators' indices in it, by
+        identity."""
         processes = tuple(
             ProcessInfo(each.name, each.role, each.rank, self.host, each.pid, each.parent) for each in states
         )
@@ -119,6 +126,14 @@ class ReportBuilder:
         old, new = self.roster, (processes, tuple(named.values()), members)
         if not old.number or new != (old.processes, old.communicators, old.members):
             self.roster = Roster(self.host, old.number + 1, *new)
+        return numbers
+
+    def _digests(self, numbers: Mapping[int, int]) -> bytes:
+        return b"".join(
+            DIGEST_RECORD.pack(numbers[life.identity], life.incarnation, *digest)
+            for life, digest in self.comparison.digests()
+            if life.identity in numbers
+        )
 
     def _reported_calls(self, process: ProcessState, record: CommunicatorRecord, now: int) -> Sequence[CallRecord]:
         """The newest collectives of a member, and those from the first difference of the members' calls on."""

@@ -28,12 +28,16 @@ clocks of hosts may differ.
               "unrecorded", "waits_for_device"}}, each field only if it is set
      "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see WaitReport, as ages
      "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
-     "sites": [[member, seq, site], ...], "gaps": [text, ...],
+     "sites": [[member, seq, site], ...],
+     "digests": base64 of DIGEST records, "differences": [[communicator, incarnation, seq], ...],
      "moved": {process: age of its last transfer of data or touch of new memory}, if later than its last progress
      "devices": {"devices": [...], "uses": [...], "gap": text}: see `devices.device_samples.HostDevices`}
 
 - CALL records are the newest calls of members, at most about eight each. `about` describes the signatures that were not
-  described since the agent's last connect; the supervisor keeps the descriptions. `gaps` says what cannot be monitored.
+  described since the agent's last connect; the supervisor keeps the descriptions.
+- DIGEST records cover completed calls since the last report (see `call_windows`), of communicators with members on
+  other hosts. `differences` are the first calls in which members on this host differ on such a communicator.
+  `incarnation` says how often the members had created the communicator before.
 - `whom`, the target of a wait, is the name of a process, several names with commas, a role (`policy`), an alias from
   the supervisor's settings (`the scorers`), or else a service outside the job (`judge.example:8000`). In a rendezvous
   ("meeting"), any other text means all processes of the waiting process's role.
@@ -72,6 +76,8 @@ MEMBER_RECORD = struct.Struct("<qqqfffbB")
 BLIND, ON_DEVICE = 1, 2
 CALL_RECORD = struct.Struct("<IqQ")
 """Fields: member, sequence number, signature."""
+DIGEST_RECORD = struct.Struct("<IIqQ")
+"""Fields: communicator, incarnation, the number of the last call that the digest covers, the digest."""
 
 WAITING_FOR_WORK = "the next call"
 """The reason of a service's wait while it has no call to answer."""
@@ -139,8 +145,8 @@ class WaitReport:
 
 @dataclass(frozen=True, slots=True)
 class StateReport:
-    """The state of the processes of a roster. `processes`, `members` and `calls` are packed records; the docstring of
-    this module describes the other fields."""
+    """The state of the processes of a roster. `processes`, `members`, `calls` and `digests` are packed records; the
+    docstring of this module describes the other fields."""
 
     host: str
     number: int
@@ -152,7 +158,8 @@ class StateReport:
     calls: bytes = b""
     about: Mapping[int, CollectiveCall] = field(default_factory=dict)
     sites: Sequence[tuple[int, int, str]] = ()
-    gaps: tuple[str, ...] = ()
+    digests: bytes = b""
+    differences: tuple[tuple[int, int, int], ...] = ()
     moved: Mapping[int, float] = field(default_factory=dict)
     devices: HostDevices = field(default_factory=HostDevices)
 
@@ -290,8 +297,10 @@ def _encode_state(state: StateReport) -> dict[str, Any]:
         }
     if state.sites:
         message["sites"] = [list(each) for each in state.sites]
-    if state.gaps:
-        message["gaps"] = list(state.gaps)
+    if state.digests:
+        message["digests"] = _to_base64(state.digests)
+    if state.differences:
+        message["differences"] = [list(each) for each in state.differences]
     if state.moved:
         message["moved"] = {str(index): round(age, 4) for index, age in state.moved.items()}
     if devices := record_to_json(state.devices):
@@ -311,7 +320,8 @@ def _decode_state(message: Mapping[str, Any]) -> StateReport:
         _from_base64(message["calls"]),
         {int(number): CollectiveCall(*call) for number, call in message["about"].items()} if "about" in message else {},
         tuple([(member, seq, site) for member, seq, site in message["sites"]]) if "sites" in message else (),
-        tuple(message.get("gaps", ())),
+        _from_base64(message.get("digests", b"")),
+        tuple([(communicator, life, seq) for communicator, life, seq in message.get("differences", ())]),
         {int(index): float(age) for index, age in message.get("moved", {}).items()},
         record_from_json(HostDevices, message["devices"]) if "devices" in message else HostDevices(),
     )

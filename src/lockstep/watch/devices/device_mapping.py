@@ -19,7 +19,9 @@ from lockstep.watch.procfs import processes
 
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 REFRESH_S = 5.0
-"""Processes open devices when they first use them, so that each is looked at again after this time."""
+"""Processes open devices when they first use them, so that each is looked at again after this time, and after twice the
+time whenever nothing has changed, up to `STABLE_REFRESH_S`."""
+STABLE_REFRESH_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +128,32 @@ def process_facts(pid: int, own_entries: Collection[int] = ()) -> ProcessFacts:
 class _Remembered:
     facts: ProcessFacts
     looked_at: float
+    refresh_s: float
+    """Seconds from the last look to the next."""
     devices: tuple[str, ...] = ()
     """Uuids of the devices that it was last known to use."""
     source: str = ""
 
+    def is_due(self, now: float) -> bool:
+        return now - self.looked_at >= self.refresh_s
+
+
+def _looked_again(known: _Remembered | None, facts: ProcessFacts, now: float) -> _Remembered:
+    if known is None:
+        return _Remembered(facts, now, REFRESH_S)
+    refresh_s = REFRESH_S if facts != known.facts else min(2 * known.refresh_s, STABLE_REFRESH_S)
+    return replace(known, facts=facts, looked_at=now, refresh_s=refresh_s)
+
 
 class DeviceMapping:
-    """Remembers which process uses which device, and looks again from time to time. What was known last holds for a
-    process that has ended and for a device that is lost, of which the driver lists no processes."""
+    """Remembers which process uses which device, and looks again from time to time, soon if the job has other processes
+    or the driver lists other pids. What was known last holds for a process that has ended and for a device that is
+    lost, of which the driver lists no processes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], _Remembered] = {}
+        self._pids: tuple[frozenset[tuple[int, int]], frozenset[int]] = frozenset(), frozenset()
+        """The job's processes and the pids that the driver lists."""
 
     def uses(
         self, tracked: Sequence[tuple[int, int]], devices: Sequence[DeviceSample]
@@ -145,8 +162,9 @@ class DeviceMapping:
         and how these are known."""
         now, pids = time.monotonic(), {pid for pid, _ in tracked}
         by_uuid = {each.uuid: number for number, each in enumerate(devices)}
+        self._notice_changes(tracked, devices)
         # Reading all files of many processes takes long: of those that are due, one is looked at again per report.
-        old = [each for each in tracked if each in self._known and now - self._known[each].looked_at >= REFRESH_S]
+        old = [each for each in tracked if each in self._known and self._known[each].is_due(now)]
         due = min(old, key=lambda each: self._known[each].looked_at, default=None)
         for each in tracked:
             known = self._known.get(each)
@@ -155,7 +173,7 @@ class DeviceMapping:
                 known.looked_at = now  # one that has ended must not stay the oldest
             if known is None or (living and each == due):
                 facts = process_facts(each[0], pids) if living else ProcessFacts(frozenset())
-                known = self._known[each] = replace(known or _Remembered(facts, now), facts=facts, looked_at=now)
+                known = self._known[each] = _looked_again(known, facts, now)
             lost = [uuid for uuid in known.devices if uuid in by_uuid and devices[by_uuid[uuid]].lost]
             if living and not lost:
                 found, source = devices_of(known.facts, devices)
@@ -165,3 +183,11 @@ class DeviceMapping:
             (each.facts, tuple(by_uuid[uuid] for uuid in each.devices if uuid in by_uuid), each.source)
             for each in self._known.values()
         ]
+
+    def _notice_changes(self, tracked: Sequence[tuple[int, int]], devices: Sequence[DeviceSample]) -> None:
+        listed = frozenset(user.pid for each in devices for user in each.processes or ())
+        pids = frozenset(tracked), listed
+        if pids != self._pids:
+            self._pids = pids
+            for known in self._known.values():
+                known.refresh_s = REFRESH_S

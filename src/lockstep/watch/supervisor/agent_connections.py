@@ -38,7 +38,8 @@ class _StateMessage(TypedDict, total=False):
     waits: Any
     about: Any
     sites: Any
-    gaps: Any
+    digests: bytes
+    differences: Any
     moved: Any
     devices: Any
     calm: Any

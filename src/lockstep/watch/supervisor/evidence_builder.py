@@ -222,8 +222,7 @@ def build_evidence(
     itself is cut off, and the evidence is that of the newest report.
     """
     silent = [not at - max(listening_since, each.at) <= host_s for each in hosts]
-    gaps = [gap for each in hosts if each.state for gap in each.state.gaps]
-    gaps += [
+    gaps = [
         f"host {each.roster.host}: {each.state.devices.gap}" for each in hosts if each.state and each.state.devices.gap
     ]
     gaps += [_silence_text(each, at) for each, lost in zip(hosts, silent, strict=True) if lost]

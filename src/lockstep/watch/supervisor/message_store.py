@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.watch.agent.report_messages import (
     CALL_RECORD,
+    DIGEST_RECORD,
     MEMBER_RECORD,
     PROCESS_RECORD,
     Roster,
@@ -124,6 +125,11 @@ def _updated_host(known: HostState, report: StateReport, at: float) -> HostState
     if len(report.calls) % CALL_RECORD.size:
         raise ValueError(
             f"state of host {report.host}: {len(report.calls)} bytes of calls, not a multiple of {CALL_RECORD.size}"
+        )
+    if len(report.digests) % DIGEST_RECORD.size:
+        raise ValueError(
+            f"state of host {report.host}: {len(report.digests)} bytes of digests, not a multiple of "
+            f"{DIGEST_RECORD.size}"
         )
     if not report.about:
         return HostState(known.roster, report, at, known.about)

@@ -44,6 +44,7 @@ from lockstep.watch.procfs import processes
 from lockstep.watch.supervisor import incident
 from lockstep.watch.supervisor.agent_connections import AgentConnection
 from lockstep.watch.supervisor.device_totals import DeviceTotals
+from lockstep.watch.supervisor.digest_comparison import DigestComparison
 from lockstep.watch.supervisor.incident_collection import IncidentCollection
 from lockstep.watch.supervisor.message_store import MessageStore
 from lockstep.watch.supervisor.subscribers import Subscribers, unregister, verdict_frame
@@ -96,6 +97,7 @@ class Supervisor:
         self._connected_links: SimpleQueue[tuple[AgentConnection, Connection]] = SimpleQueue()
         self._connections: dict[tuple[str, int], AgentConnection] = {}
         self._messages = MessageStore(aliases=settings.aliases, host_s=settings.patience.host_s)
+        self._comparison = DigestComparison(self._connections.values)
         self._tracker, self._devices = VerdictTracker(), DeviceTotals(settings.devices)
         self._collections: list[IncidentCollection] = []
         self._incidents: dict[int, Path] = {}
@@ -239,7 +241,7 @@ class Supervisor:
                 unregister(self._selector, link.connection)
             link.close()
             if link.host:
-                self._messages.forget(link.host)
+                self._forget_host(link.host)
         for key, address in addressed.items():
             if key not in self._connections:
                 self._connections[key] = AgentConnection(
@@ -293,7 +295,7 @@ class Supervisor:
             kind = message.get("m")
             if kind == "leaving":
                 link.shut_down = True
-                self._messages.forget(str(message["host"]))
+                self._forget_host(str(message["host"]))
             elif kind in ("roster", "state") and not link.shut_down:
                 self._receive(link, message)
         if connection is not None and link.connection is None:
@@ -301,12 +303,15 @@ class Supervisor:
 
     def _receive(self, link: AgentConnection, message: Mapping[str, Any]) -> None:
         try:
-            self._messages.receive(message, time.monotonic())
+            stored = self._messages.receive(message, time.monotonic())
+            host = self._messages.host(str(message["host"]))
+            if stored and host is not None:
+                self._comparison.update(host)
         except ValueError as error:
             log.warning("%s: %s", link, error)
             return
         if message["m"] == "state":
-            if (host := self._messages.host(str(message["host"]))) is not None:
+            if host is not None:
                 self._devices.add(host)
             link.no_stall_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
             if self._last_reports is not None:
@@ -315,6 +320,10 @@ class Supervisor:
         self._next_tick = min(
             self._next_tick, self._ticked_at + min(self.settings.every_s, DIAGNOSIS_PACE_S * len(self._connections))
         )
+
+    def _forget_host(self, host: str) -> None:
+        self._messages.forget(host)
+        self._comparison.forget(host)
 
     # --- requests
 

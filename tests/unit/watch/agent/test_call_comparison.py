@@ -1,7 +1,6 @@
 """Calls of members on one host are compared also when they have completed, and differ only where that is proven."""
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,49 +10,15 @@ from hypothesis import strategies as st
 
 from lockstep.watch.agent import call_comparison
 from lockstep.watch.agent.call_comparison import CallComparison
-from lockstep.watch.agent.process_monitor import ProcessMonitor, ProcessState
+from lockstep.watch.agent.process_monitor import ProcessMonitor
 from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.beacon import writer
-from lockstep.watch.beacon.beacon_records import FLAG_FAILED, FLAG_P2P, FLAG_UNSURE, RINGS_AT, SEPARATOR
-from lockstep.watch.beacon.call_ring import CommunicatorSlot, pack_text_numbers
-from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.beacon.beacon_records import FLAG_FAILED, FLAG_P2P, FLAG_UNSURE, RINGS_AT
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
 from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence, build_layout
-
-IDENTITY = 11
-
-
-class Member:
-    """A rank that records calls in a beacon of its own."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        writer._current = writer._NullBeacon()  # the ranks share a process here
-        self.beacon = writer.open_beacon("run-1", f"policy-{rank}", "policy", rank)
-        self.rings = self.beacon.call_rings()
-        slot = self.rings.open_slot(IDENTITY, 22, "0", "fsdp", "gloo", size, rank)
-        assert slot is not None
-        self.slot: CommunicatorSlot = slot
-        self.rank, self.seq = rank, 0
-
-    def call(self, what: str = "[4]", flags: int = 0, lead: int = 0, inside: bool = False) -> None:
-        """Makes a call of which `what` is the shape. With `inside`, it does not return."""
-        text = self.rings.text(SEPARATOR.join(["broadcast", "float32", "0", "", what]))
-        self.seq += 1
-        site = self.rings.text("/a/train.py:31 in f")
-        signature = hash(what) & (2**63 - 1)
-        at = self.slot.enter(self.seq + lead, self.seq, signature, pack_text_numbers(text, site), 0, flags)
-        if not inside:
-            self.slot.leave(at)
-
-    def state(self) -> ProcessState:
-        if self.beacon._open:
-            self.beacon.beat()
-        state = ProcessState(f"policy-{self.rank}", "policy", self.rank, 100 + self.rank, 1)
-        state.beacon = read_beacon(self.beacon.path)
-        state.progress_ns = time.monotonic_ns()
-        return state
+from tests.unit.watch.agent.recorded_members import IDENTITY, Member
 
 
 @pytest.fixture
@@ -170,15 +135,6 @@ def test_members_at_any_pace_are_silent_unless_one_differs(tmp_path_factory, pac
         del os.environ["LOCKSTEP_BEACONS"]
 
 
-def reopen(members: list[Member]) -> None:
-    """The members destroy their communicator and create it again, with the same identity."""
-    for each in members:
-        each.slot.close()
-        slot = each.rings.open_slot(IDENTITY, 22, "0", "fsdp", "gloo", len(members), each.rank)
-        assert slot is not None
-        each.slot, each.seq = slot, 0
-
-
 def test_a_difference_is_dropped_when_its_communicator_has_been_destroyed_on_all_ranks(members):
     ranks, comparison = members(2), CallComparison()
     for step in range(40):
@@ -207,7 +163,8 @@ def test_calls_of_a_communicator_that_was_created_again_are_not_compared_with_th
     rounds(ranks, "[4]")
     assert update_newest(comparison, ranks) == [[], []]
     for some in [[each] for each in ranks] if one_by_one else [ranks]:  # an update may see a part of the ranks
-        reopen(some)
+        for each in some:
+            each.reopen()
         rounds(some, "[9]")
         assert update_newest(comparison, ranks) == [[], []]
     assert not comparison._differences
@@ -259,13 +216,13 @@ def test_an_update_reads_a_bounded_number_of_calls_and_reaches_all_communicators
 
 def test_a_member_keeps_few_calls(members):
     ranks, comparison = members(2), CallComparison()
-    for _ in range(12):
+    for _ in range(20):
         for each in ranks:
             for _ in range(100):
                 each.call()
         update(comparison, ranks)
-    assert all(len(each.calls) <= 512 for each in comparison._members.values())
-    assert len(comparison._communicators[IDENTITY].usual) <= 512
+    assert all(len(each.calls) <= 1024 for each in comparison._members.values())
+    assert len(comparison._communicators[IDENTITY].usual) <= 1024
 
 
 def test_a_silent_difference_gives_a_confirmed_mismatch_while_the_job_runs_on(members):

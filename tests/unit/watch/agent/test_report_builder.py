@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_call_comparison import Member
 
 from lockstep.watch.agent.process_monitor import ProcessMonitor
 from lockstep.watch.agent.report_builder import ReportBuilder
@@ -14,6 +13,7 @@ from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence_types import CALL_FROM_CPP
 from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictLevel
 from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence, build_layout
+from tests.unit.watch.agent.recorded_members import Member
 
 CALLS = 5
 """Each rank makes so many from Python, then its next call."""

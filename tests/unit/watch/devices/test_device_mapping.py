@@ -4,6 +4,7 @@ import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,3 +143,27 @@ def test_one_process_is_looked_at_again_per_report(monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         mapping.uses(both, gpus((), ()))
     assert looked == [os.getpid(), os.getppid(), os.getpid(), os.getppid()]
+
+
+def test_a_stable_process_is_looked_at_once_a_minute_until_pids_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looked, pid = 0.0, list[float](), os.getpid()
+
+    def look(pid: int, own: object) -> ProcessFacts:
+        looked.append(now)
+        return ProcessFacts(frozenset({pid}))
+
+    def until(end: float, tracked: list[tuple[int, int]], *listed: int) -> list[float]:
+        nonlocal now
+        looked.clear()
+        while now < end:
+            mapping.uses(tracked, [DeviceSample("GPU-0", processes=tuple(DeviceProcess(each) for each in listed))])
+            now += 1.0
+        return looked.copy()
+
+    monkeypatch.setattr("lockstep.watch.devices.device_mapping.process_facts", look)
+    monkeypatch.setattr("lockstep.watch.devices.device_mapping.time", SimpleNamespace(monotonic=lambda: now))
+    mapping, one = DeviceMapping(), [(pid, 0)]
+    assert until(400.0, one, pid) == [0.0, 5.0, 15.0, 35.0, 75.0, 135.0, 195.0, 255.0, 315.0, 375.0]
+    assert until(410.0, one, pid, 77)[0] == 400.0, "another process uses a device"
+    until(600.0, one, pid, 77)
+    assert until(620.0, [*one, (os.getppid(), 0)], pid, 77)[:2] == [600.0, 600.0], "the job has another process"

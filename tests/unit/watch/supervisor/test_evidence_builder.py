@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.base.wait_state import WaitRecord
 from lockstep.watch.agent.report_messages import (
+    DIGEST_RECORD,
     Roster,
     RosterCommunicator,
     RosterMember,
@@ -86,7 +87,8 @@ def test_a_report_survives_encoding_and_decoding() -> None:
         ),
         about={2**63: CollectiveCall("all_reduce", "[4]", "float32", None, "train.py:3 in step")},
         sites=((0, 7, "train.py:3 in step"),),
-        gaps=("no stack of rank 1",),
+        digests=DIGEST_RECORD.pack(0, 1, 64, 2**64 - 1),
+        differences=((0, 1, 37),),
         moved={1: 0.25},
     )
     again = decode_report(parsed(full))
