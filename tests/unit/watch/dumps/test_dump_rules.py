@@ -35,17 +35,20 @@ def test_a_rank_without_entries_on_a_communicator_is_as_far_as_its_status_says(
     assert dumps.named() == culprits
 
 
+@pytest.mark.parametrize("is_newest", [True, False])
 @pytest.mark.parametrize(("status", "culprits"), [((4, 4), {2}), ((5, 4), set())])
 def test_counters_are_matched_in_the_order_in_which_each_rank_created_its_communicators(
-    status: tuple[int, int], culprits: set[int]
+    status: tuple[int, int], culprits: set[int], is_newest: bool
 ) -> None:
-    """The last stage is in `embedding`, so `dp 1`, created as the fourth of the job, is its number 2, and number 1 of
-    rank 2, which is number 1 of rank 3 in `embedding`, at 9."""
-    dumps = HandDumps({WORLD: (0, 1, 2, 3), "embedding": (0, 3), "dp 0": (0, 1), "dp 1": (2, 3)})
+    """`dp 1`, the fourth of the job, is number 1 of rank 2 and number 2 of rank 3, whose number 1 is at 9."""
+    dumps = HandDumps({WORLD: range(4), "embedding": (0, 3), "dp 0": (0, 1), "dp 1": (2, 3), "tp 1": (2, 3)})
+    if is_newest:
+        del dumps.groups["tp 1"]
+    later = [done(WORLD, 20)] if is_newest else [done(WORLD, 20), done("tp 1", 12)]
     dumps.add(0, done(WORLD, 20), done("embedding", 9), lost=30)
     dumps.add(1, done(WORLD, 20), lost=30, status={"dp 0": (4, 4)})
-    dumps.add(2, done(WORLD, 20), lost=30, status={"dp 1": status})
-    dumps.add(3, done("embedding", 9), Op("dp 1", 5), done(WORLD, 20), lost=30)
+    dumps.add(2, *later, lost=30, status={"dp 1": status})
+    dumps.add(3, done("embedding", 9), Op("dp 1", 5), *later, lost=30)
     assert dumps.named() == culprits
 
 
@@ -96,11 +99,11 @@ def test_the_member_that_has_not_started_a_reduction_keeps_its_root() -> None:
 
 def test_a_completed_collective_is_what_a_device_runs_whatever_it_issued_before() -> None:
     """Ranks 2 and 3 have an older all_reduce on another stream; that rank 0 completed #5 proves that all ran it."""
-    dumps = HandDumps({WORLD: (0, 1, 2, 3), "tp": (2, 3)})
+    dumps = HandDumps({WORLD: (0, 1, 2, 3), "tp": (2, 3), "ep": (2, 3)})
     for rank in (0, 1):
         dumps.add(rank, done(WORLD, 4), Op(WORLD, 5, ended=True), lost=9)
     for rank in (2, 3):
-        dumps.add(rank, done(WORLD, 4), Op("tp", 7), Op(WORLD, 5, ended=rank == 2), lost=9)
+        dumps.add(rank, done(WORLD, 4), Op("tp", 7), Op(WORLD, 5, ended=rank == 2), done("ep", 2), lost=9)
     assert dumps.named() == {3}
 
 
