@@ -171,12 +171,16 @@ class CallComparison:
             return []
         return [each for each in known.usual.values() if first <= each.issued <= last]
 
-    def show(self, life: CommunicatorLife, seq: int) -> None:
-        """Reports the calls of the members from `seq` on, because those on another host differ."""
+    def show(self, life: CommunicatorLife, seq: int) -> bool:
+        """Reports the calls of the members from `seq` on, because those on another host differ. Returns False if the
+        communicator is unknown here so far."""
         known, found = self._communicators.get(life.identity), self._differences.get(life.identity)
         reported = found is not None and found.shown is not None
-        if known is not None and known.incarnation == life.incarnation and not reported:
+        if known is None or known.incarnation != life.incarnation:
+            return False
+        if not reported:
             self._found(life.identity, seq)
+        return True
 
     def calls_of(self, process: ProcessState, record: CommunicatorRecord) -> Sequence[CallRecord]:
         """The calls of a member from the first difference on; empty without a difference."""
@@ -290,6 +294,8 @@ class CallComparison:
             return
         followed = {_member_key(*each): self._members[_member_key(*each)] for each in members}
         last = difference.seq + SHOWN_CALLS - 1
+        if all(each.newest < difference.seq for each in followed.values()):
+            difference.found_ns = time.monotonic_ns()  # another host is ahead of this one
         awaited = any(each.newest < last and not each.follower.failed for each in followed.values())
         if awaited and time.monotonic_ns() - difference.found_ns < PATIENCE_S * 1e9:
             return

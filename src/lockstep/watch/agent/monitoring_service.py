@@ -12,8 +12,8 @@
         and "freed" names the processes that were in one; does nothing if a culprit has been replaced meanwhile
     {"id", "op": "calls", "communicator", "incarnation", "first", "last"} -> {"calls": [[number, seq, issued,
         signature], ...]}   the known calls of this host's members on a communicator, by their numbers from Python
-    {"id", "op": "show", "communicator", "incarnation", "seq"} -> {}   reports the calls from this one on, because
-        members on other hosts differ
+    {"id", "op": "show", "communicator", "incarnation", "seq"} -> {"known"}   reports the calls from this one on,
+        because members on other hosts differ; not if the communicator is unknown here so far
     {"id", "op": "dump", "names"} -> {"folder"}   has flight recorders written to this folder, see `commands`
     {"id", "op": "dumps"} -> {"dumps": {name: text}}   the dumps that have been written so far
     <- states also have "calm": every process makes progress or is idle, and all members' calls agree
@@ -229,9 +229,9 @@ class MonitoringService:
         self._reply(number, {"calls": known})
 
     def _show(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        self._reports.comparison.show(_life(message), int(message["seq"]))
-        self._sample_now = True
-        self._reply(number, {})
+        known = self._reports.comparison.show(_life(message), int(message["seq"]))
+        self._sample_now |= known
+        self._reply(number, {"known": known})
 
     def _dump(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._dump_folder = run_shm_dir(self._monitor.run) / "dumps" / str(time.monotonic_ns())

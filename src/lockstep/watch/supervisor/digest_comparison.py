@@ -7,7 +7,7 @@ calls from there on. From then on the difference is in the evidence, and the dia
 A digest costs 24 bytes per host, communicator and window of 32 calls, and is compared with one other digest.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ class _Comparison:
     asking: bool = False
     shown: int | None = None
     """The call from which on all hosts report their calls."""
+    asked: set[str] = field(default_factory=set)
+    """The hosts that do so, and those whose answer is missing."""
 
 
 class DigestComparison:
@@ -75,6 +77,8 @@ class DigestComparison:
     def __init__(self, links: Callable[[], Iterable[AgentConnection]]) -> None:
         self._links = links
         self._known: dict[_Communicator, _Comparison] = {}
+        self._shown: set[_Communicator] = set()
+        """Those whose members differ."""
         self._members: dict[str, dict[str, frozenset[tuple[int, int]]]] = {}
         """The members of communicators on each host: pid and rank."""
 
@@ -100,6 +104,9 @@ class DigestComparison:
             for communicator, incarnation, last, value in DIGEST_RECORD.iter_unpack(state.digests):
                 about = _Communicator(roster.communicators[communicator].key, incarnation)
                 self._compare(about, roster.host, CallDigest(last, value))
+            for about in self._shown:
+                if roster.host not in self._known[about].asked:
+                    self._ask_to_show(about, self._known[about], {roster.host})
         except IndexError:
             raise ValueError(
                 f"state of host {roster.host}: calls of a communicator that is none of {len(roster.communicators)}"
@@ -112,6 +119,7 @@ class DigestComparison:
         left = {key for key, members in old.items() if not members <= new.get(key, frozenset())}
         for about in [each for each in self._known if each.key in left]:
             del self._known[about]
+            self._shown.discard(about)
 
     def _compare(self, about: _Communicator, host: str, digest: CallDigest) -> None:
         known = self._known.get(about)
@@ -149,10 +157,24 @@ class DigestComparison:
         """Has all hosts with members report their calls from `seq` on."""
         if known.shown is not None and known.shown <= seq:
             return
-        known.shown = seq
+        known.shown, known.asked = seq, set()
+        self._shown.add(about)
+        self._ask_to_show(about, known, self._members.keys())
+
+    def _ask_to_show(self, about: _Communicator, known: _Comparison, hosts: Collection[str]) -> None:
+        """Asks these hosts. One that does not know the communicator yet is asked again after its next report."""
+
+        def ask(link: AgentConnection, asked: set[str]) -> None:
+            def on_reply(reply: dict[str, Any] | None) -> None:
+                if reply is None or not reply.get("known"):
+                    asked.discard(link.host)
+
+            asked.add(link.host)
+            link.request("show", on_reply, REQUEST_S, seq=known.shown, **_address(about))
+
         for link in self._links():
-            if about.key in self._members.get(link.host, ()):
-                link.request("show", lambda reply: None, REQUEST_S, seq=seq, **_address(about))
+            if link.host in hosts and about.key in self._members.get(link.host, ()):
+                ask(link, known.asked)
 
 
 def _address(about: _Communicator) -> dict[str, Any]:
