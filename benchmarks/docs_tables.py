@@ -1,5 +1,5 @@
-"""Writes the tables of docs/weight-sync.md, docs/engines.md and docs/ppo.md from the committed results: `python -m
-benchmarks.docs_tables`.
+"""Writes the tables of docs/weight-sync.md, docs/engines.md, docs/ppo.md and docs/recorder.md from the committed
+results: `python -m benchmarks.docs_tables`.
 
 Needs none of the measured programs. A test compares the pages with the results. The goals were set before anything was
 measured; those that are not met are listed below each table.
@@ -16,6 +16,7 @@ from benchmarks import response_length
 from benchmarks.comparison_table import markdown, markdown_head
 from benchmarks.docs_markers import into_page
 from benchmarks.ppo_beside_grpo import table as ppo_table
+from benchmarks.recorder import table as recorder_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -163,6 +164,7 @@ TABLES: tuple[Table, ...] = (
     ("engines.md", "generate", "vllm-generate.json", generate),
     ("engines.md", "update", "vllm-update.json", update),
     ("ppo.md", "ppo", "ppo.jsonl", ppo_table),
+    ("recorder.md", "cost", "recorder.json", recorder_table),
     ("ppo.md", "lengths", response_length.RESULTS.name, response_length.table),
 )
 """Page, name of its markers, file of results, and the function that makes the table."""

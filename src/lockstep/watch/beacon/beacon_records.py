@@ -313,6 +313,9 @@ COMMUNICATOR_STRUCT = struct.Struct("<QQQQiiQ64s64s32sQ")
 COUNTS_STRUCT = struct.Struct("<QqqqQQQ")  # front entered started completed entered_ns completed_ns back
 CALL_STRUCT = struct.Struct("<QqQQQQIIIIQ")
 # front seq issued entered_ns left_ns signature label site flags+peer context back
+CALL_ENTRY_STRUCT = struct.Struct("<QqQQ8xQQQQ")
+"""The same record as the writer packs it when the call begins: left_ns is 0, label and site are one word, and so are
+flags+peer and context."""
 TEXT_STRUCT = struct.Struct("<Q176sQ")  # front text back
 CALL_WORDS = 9
 SEQ_WORD, ENTERED_WORD, LEFT_WORD, WHERE_WORD = 1, 3, 4, 7

@@ -1,6 +1,7 @@
 """The part of a beacon about communicators: a slot per communicator, and a ring of its newest calls.
 
-Writing a call takes ten stores of eight bytes without a lock; the number of the call is written first, and again last.
+A call is written by one `pack_into` without a lock; the number of the call is written first, and again last. When it
+has returned, the time is stored in its word.
 Texts (signatures, call sites, stages) are stored once, in a table whose oldest rows are overwritten. A call refers to
 its texts by number; if a reader finds another number in the row, the text is lost.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 from lockstep.watch.beacon.beacon_records import (
     BLIND_AT,
+    CALL_ENTRY_STRUCT,
     CALL_STRUCT,
     CALL_WORDS,
     CALLS_AT,
@@ -228,19 +230,14 @@ class CommunicatorSlot:
         peer: int = NO_PEER,
     ) -> int:  # fmt: skip
         """Records that a call begins. Returns the index of the word for the time when it returns."""
-        words, calls = self.words, self.calls
+        calls = self.calls
         at = self.ring + calls % CALLS_PER_RING * CALL_WORDS
         self.calls = calls = calls + 1
-        words[at] = calls
-        words[at + 1] = seq
-        words[at + 2] = issued
-        words[at + 3] = time.monotonic_ns()
-        words[at + 4] = 0
-        words[at + 5] = signature
-        words[at + 6] = texts
-        words[at + 7] = stage | flags | (peer + 1) << PEER_SHIFT
-        words[at + 8] = calls
-        words[self.calls_word] = calls
+        CALL_ENTRY_STRUCT.pack_into(
+            self.memory, at << 3, calls, seq, issued, time.monotonic_ns(), signature, texts,
+            stage | flags | (peer + 1) << PEER_SHIFT, calls,
+        )  # fmt: skip
+        self.words[self.calls_word] = calls
         return at + LEFT_WORD
 
     def leave(self, left: int, flag: int = 0) -> None:

@@ -98,7 +98,7 @@ _NATIVE_DEVICE_WAITS = re.compile(
     r"|c10d::\w*Work\w*::(wait|synchronize)|ProcessGroupNCCL::WorkNCCL::"
 )
 """Functions of CUDA, HIP, CANN, NCCL and c10d that do the same, below `.item()`, `.cpu()` or `Work.wait()`."""
-_HANDLE_WAIT = ("wait", f"{_PACKAGE}/watch/recorder/recorder.py")
+_HANDLE_WAIT = ("wait", f"{_PACKAGE}/watch/recorder/wrappers.py")
 """The recorder's frame around every `Work.wait()`."""
 
 

@@ -12,6 +12,7 @@ committed.
 
 import mmap
 import os
+import struct
 import time
 
 from lockstep.base.folders import file_lock, make_run_shm_dir, open_file
@@ -30,8 +31,8 @@ _ROWS_AT = _TABLE + MAX_MEMBERS * _ENTRY
 _NUMBERS = ROWS * MAX_MEMBERS
 """Offset from a member's tag in a row to the number of its collective."""
 _SIZE = 8 * (_ROWS_AT + 2 * ROWS * MAX_MEMBERS)
-_MASK_64 = (1 << 64) - 1
-_PRIME = 0xD6E8FEB86659FD93
+_TAG_BITS = (1 << 64) - 2
+_NUMBER = struct.Struct("<Q")
 
 
 class OrderCheck:
@@ -51,6 +52,8 @@ class OrderCheck:
             os.close(descriptor)
         self.rank = rank
         self._own_tags = [0] * ROWS
+        self._row = _NUMBER
+        """The tags of a row; as many as there are members."""
 
     def _register(self, rank: int, beacon: str, slot: int) -> int:
         words, count = self._words, self._words[0]
@@ -81,18 +84,23 @@ class OrderCheck:
         words, row = self._words, number % ROWS
         at = _ROWS_AT + row * MAX_MEMBERS
         own = at + self.column
-        tag = ((signature ^ (number * _PRIME)) & _MASK_64 & ~1) or 2
-        before = self._own_tags[row]
+        tag = (signature ^ number << 32) & _TAG_BITS or 2  # another one when the row is used again
+        committed, before = tag | 1, self._own_tags[row]
         # The tag is written first, so that a reader of the number sees this tag or a later one.
         words[own] = tag
         words[own + _NUMBERS] = number
-        if not {tag, tag | 1, before, 0}.issuperset(words[at : at + words[0]]):
+        members = words[0]
+        if self._row.size != 8 * members:
+            self._row = struct.Struct(f"<{members}Q")
+        tags = self._row.unpack_from(self._memory, at << 3)
+        # Usually all others have entered this call, or entered what this rank did when the row was last used.
+        if tags.count(committed) + tags.count(before) + 1 != members:
             other = self._find_conflict(at, number, tag)
             if other is not None:
                 words[own + _NUMBERS] = 0
                 words[own] = before
                 return other
-        words[own] = self._own_tags[row] = tag | 1
+        words[own] = self._own_tags[row] = committed
         return None
 
     def _find_conflict(self, at: int, number: int, tag: int) -> int | None:

@@ -64,7 +64,8 @@ class SequenceOffsets:
 
     def newest(self, number: int) -> int:
         """Converts the current sequence number of the backend to one that counts collectives only."""
-        return self._without_current(number) - self.total
+        before = self._before
+        return (number if before is None or number < before else before) - self.total
 
     def to_collective(self, number: int) -> int:
         """Converts a sequence number of the backend to one that counts collectives only."""
@@ -100,7 +101,7 @@ class CollectiveCounts(NamedTuple):
 
 
 CallKey = tuple[int, int, int]
-"""A call's signature, the texts word of its record, and the digest of its call site."""
+"""A call's signature, the texts word of its record, and the signature with the call site for the order check."""
 SEQUENCE_CHECK_INTERVAL = SETTLED_CALLS
 STEADY_CALLS = 256
 """After this many consecutive calls with the expected number, c10d is queried only every `SEQUENCE_CHECK_INTERVAL`
@@ -179,7 +180,9 @@ class CommunicatorMember:
         self.issued, slot = self.issued + 1, self.slot
         left = slot.enter(self.sequence_number(self.issued), self.issued, key[0], key[1], slot.rings.pack_stage())
         if self.order_check is not None:
-            self.check_order(self.order_check, key, left)
+            other = self.order_check.enter(self.issued, key[2])
+            if other is not None:
+                self.refuse(other, left)
         return left
 
     # --- sequence numbers
@@ -240,14 +243,12 @@ class CommunicatorMember:
                 slot.words[at + SEQ_WORD] = issued + lead
         self.queried, self.sure = issued, newest
 
-    def check_order(self, order_check: OrderCheck, key: CallKey, left: int) -> None:
-        """Raises CollectiveRefused if a peer has entered a different call as the same collective."""
-        other = order_check.enter(self.issued, key[0] ^ key[2])
-        if other is not None:
-            self.slot.leave(left, FLAG_REFUSED)
-            refusal = self._refusal(self.issued, other)
-            self.issued -= 1
-            raise refusal
+    def refuse(self, other: int, left: int) -> None:
+        """Raises CollectiveRefused: the member in this column of the order check has entered a different call."""
+        self.slot.leave(left, FLAG_REFUSED)
+        refusal = self._refusal(self.issued, other)
+        self.issued -= 1
+        raise refusal
 
     def enter_p2p(self, key: CallKey, messages: Sequence[Message]) -> tuple[int, Transfer]:
         """Records that a point-to-point call begins. Returns the position for `CommunicatorSlot.leave`, and the

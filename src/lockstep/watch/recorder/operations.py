@@ -129,8 +129,16 @@ def get_rank_argument(
     positions: Sequence[ArgumentPosition], args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Sequence[int]
 ) -> int | None:
     """The root or peer as a rank in the communicator of the global ranks `ranks`; None if it was not passed."""
-    for number, position in enumerate(positions):
-        rank = get_argument(position, args, kwargs)
+    return find_rank([get_argument(position, args, kwargs) for position in positions], ranks)
+
+
+def find_rank(given: Sequence[Any], ranks: Sequence[int]) -> int | None:
+    """The rank in the communicator of the global ranks `ranks`; None if it was not given.
+
+    Args:
+        given: the rank as a global one, then as one in the communicator; of these, one is not None.
+    """
+    for number, rank in enumerate(given):
         if rank is not None:
             if number == 0 and ranks:
                 return ranks.index(rank) if rank in ranks else None

@@ -36,8 +36,7 @@ from lockstep.watch.recorder.wrappers import (
     FUNCTIONAL_MODULE,
     CollectiveWrappers,
     contain_errors,
-    in_recorded_call,
-    recorded_wait,
+    wrap_wait,
 )
 
 log = logging.getLogger(__name__)
@@ -152,22 +151,8 @@ class Recorder:
         return wrapper
 
     def _patch_wait(self, work: Any) -> None:
-        original = self._wait = work.wait
-
-        @functools.wraps(original)
-        def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                with recorded_wait(handle):
-                    return original(handle, *args, **kwargs) if args or kwargs else original(handle)
-            except Exception as error:
-                if in_recorded_call():
-                    raise
-                translated = self.translate(error)
-                if translated is error:
-                    raise
-                raise translated from error
-
-        work.wait = wait
+        self._wait = work.wait
+        work.wait = wrap_wait(self._wait, self.translate)
 
     def _report_missing_features(self, torch: Any) -> None:
         kinds = {flight.kind for flight in self._c10d_status.flight_recorders}

@@ -47,7 +47,7 @@ class Transfer:
             lane.complete()
 
 
-_by_handle: dict[int, tuple["TransferTracker", Transfer]] = {}
+transfers_by_handle: dict[int, tuple["TransferTracker", Transfer]] = {}
 """The unfinished transfers of all communicators by the id of each handle, which the transfer keeps alive."""
 waited_handles: dict[int, Any] = {}
 """The handle that a recorded call has waited for last, by thread; only while it is recorded."""
@@ -55,7 +55,7 @@ waited_handles: dict[int, Any] = {}
 
 def transfer_of(handle: Any) -> "tuple[TransferTracker, Transfer] | None":
     """The unfinished transfer that a handle belongs to."""
-    return _by_handle.get(id(handle))
+    return transfers_by_handle.get(id(handle))
 
 
 class TransferTracker:
@@ -105,7 +105,7 @@ class TransferTracker:
         with self._lock:
             if transfer.handles and not transfer.is_completed():
                 self._unfinished.append(transfer)
-                _by_handle.update({id(handle): (self, transfer) for handle in transfer.handles})
+                transfers_by_handle.update({id(handle): (self, transfer) for handle in transfer.handles})
             else:
                 transfer.complete()
 
@@ -153,4 +153,4 @@ class TransferTracker:
     def _forget(self, transfer: Transfer) -> None:
         self._unfinished.remove(transfer)
         for handle in transfer.handles:
-            _by_handle.pop(id(handle), None)
+            transfers_by_handle.pop(id(handle), None)

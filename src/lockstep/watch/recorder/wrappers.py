@@ -10,13 +10,13 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from time import monotonic_ns
 from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 from lockstep.base.errors import CollectiveRefused
-from lockstep.watch.beacon.beacon_records import CALL_WORDS, CALLS_PER_RING, FLAG_ASYNC, FLAG_FAILED, LEFT_WORD
+from lockstep.watch.beacon.beacon_records import FLAG_ASYNC, FLAG_FAILED
 from lockstep.watch.beacon.call_ring import CallRings, pack_text_numbers
+from lockstep.watch.recorder.collective_wrapper import compile_wrapper
 from lockstep.watch.recorder.communicator import CallKey, CommunicatorMember
 from lockstep.watch.recorder.operations import (
     FUNCTIONAL_OPERATIONS,
@@ -27,10 +27,16 @@ from lockstep.watch.recorder.operations import (
     describe_call,
     get_argument,
     get_rank_argument,
-    list_key,
 )
 from lockstep.watch.recorder.torch_fit import missing_parameters
-from lockstep.watch.recorder.transfers import Message, Transfer, TransferTracker, transfer_of, waited_handles
+from lockstep.watch.recorder.transfers import (
+    Message,
+    Transfer,
+    TransferTracker,
+    transfer_of,
+    transfers_by_handle,
+    waited_handles,
+)
 
 _MAX_CACHED = 4096
 C10D_MODULE = "torch.distributed.distributed_c10d"
@@ -50,20 +56,40 @@ class WrapperOwner(Protocol):
     def translate(self, error: Exception) -> Exception: ...
 
 
-_recording_threads: set[int] = set()
-"""Threads inside a recorded call; their further calls are part of that call."""
+recording_threads: set[int] = set()
+"""Threads inside a recorded call that may consist of others; their further calls are part of that call."""
 
 
 def in_recorded_call() -> bool:
-    """Whether this thread is inside a recorded call, whose errors are translated already."""
-    return get_ident() in _recording_threads
+    """Whether this thread is inside a recorded call that may consist of others; it translates their errors."""
+    return get_ident() in recording_threads
 
 
 _UNRECORDED_WAIT = contextlib.nullcontext()
 
 
-def recorded_wait(handle: Any) -> contextlib.AbstractContextManager[None]:
-    """Around a `wait()`: records that the process waits for a message."""
+def wrap_wait(original: Callable[..., Any], translate: Callable[[Exception], Exception]) -> Callable[..., Any]:
+    """The wrapper of `Work.wait`, which also every collective of a backend that blocks the host calls. It records that
+    the process waits for a message, and raises the verdict that explains an error."""
+
+    @functools.wraps(original)
+    def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if recording_threads or transfers_by_handle:
+                with _recorded_wait(handle):
+                    return original(handle, *args, **kwargs)
+            return original(handle, *args, **kwargs) if args or kwargs else original(handle)
+        except Exception as error:
+            translated = error if in_recorded_call() else translate(error)
+            if translated is error:
+                raise
+            raise translated from error
+
+    return wait
+
+
+def _recorded_wait(handle: Any) -> contextlib.AbstractContextManager[None]:
+    """Around a `wait()` while there are unfinished messages, or a call is recorded that may consist of others."""
     if in_recorded_call():
         waited_handles[get_ident()] = handle
     found = transfer_of(handle)
@@ -167,86 +193,17 @@ class CollectiveWrappers:
         return wrapper
 
     def _collective(self, original: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
-        """The wrapper of a collective. It is optimised for speed; docs/recorder.md says how its cost is measured."""
-        owner, inside, getframe = self._owner, _recording_threads, sys._getframe
-        members, rings, words, look_up = owner.member_cache, owner.rings, owner.rings.words, self._look_up
-        positions = ArgumentPositions(original, operation)
-        (group_at, group_name), (tensor_at, tensor_name) = positions.group, positions.tensor
-        roots, nests = positions.root, _calls_others(original)
+        """The wrapper of a collective."""
+        owner, rings = self._owner, self._owner.rings
         call_keys: dict[Any, CallKey] = {}
         self._call_keys.append(call_keys)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if inside and get_ident() in inside:
-                return original(*args, **kwargs)
-            at, member = -1, None
-            tensor: Any = None
-            try:
-                group = args[group_at] if len(args) > group_at else kwargs.get(group_name)
-                try:
-                    member = members[group]
-                except (KeyError, TypeError):
-                    member = owner.member(group)
-                if member is not None:
-                    root = get_rank_argument(roots, args, kwargs, member.ranks) or 0 if roots else None
-                    tensor = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
-                    frame = getframe(1)
-                    try:
-                        cache_key: Any = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
-                    except AttributeError:  # no tensor, or a list of tensors
-                        cache_key = list_key(frame, root, tensor)
-                    key = call_keys.get(cache_key) or look_up(operation, tensor, root, frame, call_keys, cache_key)
-                    if nests:
-                        member.next_query = 0
-                    # CommunicatorMember.enter, inlined
-                    member.issued = issued = member.issued + 1
-                    seq = issued + member.lead if issued < member.next_query else member.query_sequence(issued)
-                    slot = member.slot
-                    calls = slot.calls
-                    begin = slot.ring + calls % CALLS_PER_RING * CALL_WORDS
-                    slot.calls = calls = calls + 1
-                    words[begin] = calls
-                    words[begin + 1] = seq
-                    words[begin + 2] = issued
-                    words[begin + 3] = monotonic_ns()
-                    words[begin + 4] = 0
-                    words[begin + 5], words[begin + 6], _ = key
-                    stage = rings.packed_stage
-                    words[begin + 7] = rings.pack_stage() if stage is None else stage
-                    words[begin + 8] = calls
-                    words[slot.calls_word] = calls
-                    at = begin + LEFT_WORD
-                    if member.order_check is not None:
-                        member.check_order(member.order_check, key, at)
-            except CollectiveRefused:
-                raise
-            except Exception as error:  # noqa: BLE001 - an internal error must not stop the job
-                owner.record_failure(error)
-            if at < 0 or member is None:
-                return original(*args, **kwargs)
-            if nests:
-                inside.add(get_ident())
-            try:
-                result = original(*args, **kwargs)
-            except Exception as error:
-                _raise_translated(owner, member, at, error)
-                raise
-            finally:
-                if nests:
-                    inside.discard(get_ident())
-            try:
-                if result is None and (member.blocking_devices is None or member.has_returned(tensor)):
-                    words[at] = monotonic_ns()
-                else:
-                    member.slot.leave(at, FLAG_ASYNC)
-                if nests:
-                    member.resynchronize()
-            except Exception as error:  # noqa: BLE001
-                owner.record_failure(error)
-            return result
-
-        return wrapper
+        names = {
+            "owner": owner, "members": owner.member_cache, "rings": rings, "words": rings.words,
+            "memory": rings.memory, "inside": recording_threads, "call_keys": call_keys, "look_up": self._look_up,
+            "operation": operation, "nests": _calls_others(original), "raise_translated": _raise_translated,
+        }  # fmt: skip
+        wrapper = compile_wrapper(original, ArgumentPositions(original, operation), names)
+        return functools.wraps(original)(wrapper)
 
     def _describe(self, operation: Operation, tensors: Any, root: int | None, module: str) -> tuple[int, str]:
         if not hasattr(tensors, "dtype"):
@@ -274,7 +231,7 @@ class CollectiveWrappers:
         is_site = owner.sites.is_site(frame)
         signature, text = self._describe(operation, tensors, root, "" if is_site else owner.sites.module(frame))
         label = owner.rings.text(text)
-        key = signature, pack_text_numbers(label, site), site_digest
+        key = signature, pack_text_numbers(label, site), signature ^ site_digest
         if is_site and cache_key is not None:
             if len(call_keys) >= _MAX_CACHED:
                 call_keys.clear()
@@ -337,7 +294,7 @@ def _recorded(
             handles = handles or [each for each in (waited_handles.get(get_ident()),) if each is not None]
 
     waited_handles.pop(get_ident(), None)
-    _recording_threads.add(get_ident())
+    recording_threads.add(get_ident())
     try:
         yield leave
     except Exception as error:
@@ -347,7 +304,7 @@ def _recorded(
         _raise_translated(owner, member, left, error)
         raise
     finally:
-        _recording_threads.discard(get_ident())
+        recording_threads.discard(get_ident())
         waited_handles.pop(get_ident(), None)
         try:
             if member is not None:

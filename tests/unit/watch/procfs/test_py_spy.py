@@ -68,7 +68,7 @@ def test_py_spy_is_installed() -> None:
 
 def test_a_wait_for_a_device_is_known_from_python_or_native_frames() -> None:
     synchronize = StackFrame("synchronize", "/venv/lib/python3.11/site-packages/torch/cuda/__init__.py", 900)
-    handle = StackFrame("wait", f"{py_spy._PACKAGE}/watch/recorder/recorder.py", 150)
+    handle = StackFrame("wait", f"{py_spy._PACKAGE}/watch/recorder/wrappers.py", 150)
     stream = StackFrame("Stream.synchronize", "/venv/lib/python3.12/site-packages/torch/cuda/streams.py", 105)
     inner = StackFrame("Recorder._patch_wait.<locals>.wait", handle.file, 150)
     assert all(waits_for_device([each, USER]) for each in (synchronize, stream, handle, inner))

@@ -24,7 +24,9 @@ from lockstep.watch.recorder.wrappers import CollectiveWrappers
 
 @pytest.fixture
 def wrappers() -> Any:
-    owner: Any = SimpleNamespace(rings=SimpleNamespace(on_turnover=[], words=[]), sites=None, member_cache={})
+    owner: Any = SimpleNamespace(
+        rings=SimpleNamespace(on_turnover=[], words=[], memory=b""), sites=None, member_cache={}
+    )
     made = CollectiveWrappers(owner, torch)
     yield made
     made.undo()
