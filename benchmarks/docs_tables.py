@@ -1,4 +1,4 @@
-"""Writes the tables of docs/weight-sync.md, docs/engines.md, docs/ppo.md and docs/recorder.md from the committed
+"""Writes the tables of docs/weight-sync.md, engines.md, ppo.md, recorder.md and deepspeed.md from the committed
 results: `python -m benchmarks.docs_tables`.
 
 Needs none of the measured programs. A test compares the pages with the results. The goals were set before anything was
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import response_length
+from benchmarks import deepspeed_beside_fsdp2, response_length
 from benchmarks.comparison_table import markdown, markdown_head
 from benchmarks.docs_markers import into_page
 from benchmarks.ppo_beside_grpo import table as ppo_table
@@ -166,6 +166,7 @@ TABLES: tuple[Table, ...] = (
     ("ppo.md", "ppo", "ppo.jsonl", ppo_table),
     ("recorder.md", "cost", "recorder.json", recorder_table),
     ("ppo.md", "lengths", response_length.RESULTS.name, response_length.table),
+    ("deepspeed.md", "fsdp2", deepspeed_beside_fsdp2.RESULTS.name, deepspeed_beside_fsdp2.table),
 )
 """Page, name of its markers, file of results, and the function that makes the table."""
 

@@ -161,6 +161,7 @@ def fill_policy(
     device: torch.device | str,
     share: tuple[int, int] = (0, 1),
     head_seed: int | None = None,
+    on_filled: Callable[[nn.Parameter], None] | None = None,
 ) -> NameReport:
     """Reads a checkpoint into a policy on the meta device, which may be sharded by rows (FSDP2).
 
@@ -169,6 +170,7 @@ def fill_policy(
     Args:
         share: which part of the tensors this rank compares with the digests of an export, and of how many.
         head_seed: the seed of a new score head if the checkpoint is one of a language model; None to refuse it.
+        on_filled: called with each parameter as soon as it has its values, before the next is read.
 
     Returns:
         The report; its `missing` is empty.
@@ -183,7 +185,9 @@ def fill_policy(
         slots = ParameterSlots(policy, torch.device(device))
         for name, parameter in list(named_weights(policy)):
             source = sources[name]
-            slots.fill(parameter, partial(source.rows, checkpoint))
+            filled = slots.fill(parameter, partial(source.rows, checkpoint))
+            if on_filled is not None:
+                on_filled(filled)
             if isinstance(policy, ScoreModel) and name == HEAD_WEIGHT:
                 policy.has_new_head = isinstance(source, HeadWeight) and source.stored is None
         for name, buffer in named_state(policy):

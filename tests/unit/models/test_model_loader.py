@@ -44,6 +44,22 @@ def test_meta_then_fill_is_the_same_model(folder) -> None:
     assert torch.equal(logprobs(empty), logprobs(whole))
 
 
+def test_each_parameter_can_be_freed_before_the_next_is_read(folder) -> None:
+    cfg = ModelConfig(path=str(folder))
+    expected, policy = dict(named_weights(load_policy(cfg, "cpu"))), load_policy(cfg, "cpu", meta=True)
+    freed = []
+
+    def free(parameter) -> None:
+        held = {name: each for name, each in named_weights(policy) if not each.is_meta and each.numel()}
+        ((name, only),) = held.items()
+        assert only is parameter and torch.equal(parameter, expected[name])
+        parameter.data = torch.empty(0)
+        freed.append(name)
+
+    fill_policy(policy, folder, "cpu", on_filled=free)
+    assert sorted(freed) == sorted(expected)
+
+
 def test_another_dtype_for_master_weights(folder) -> None:
     cfg = ModelConfig(path=str(folder), dtype="bfloat16")
     assert next(load_policy(cfg, "cpu").parameters()).dtype == torch.bfloat16

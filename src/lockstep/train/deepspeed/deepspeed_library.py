@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -89,6 +89,27 @@ def make_engine(
         dist_init_required=False,
     )
     return engine
+
+
+def make_partition(ranks: ParallelContext, settings: Mapping[str, Any]) -> Callable[[nn.Parameter], None]:
+    """Returns the function that leaves of a parameter what this rank holds at stage 3 (`ds_tensor`).
+
+    It does not communicate: every rank calls it with the same values, as each has read them from the same checkpoint.
+
+    Args:
+        settings: of the engine that gets the parameters.
+    """
+    load_deepspeed(ranks)
+    zero: Any = import_module("deepspeed.runtime.zero.partition_parameters")
+    # Of a module without parameters, as they come one by one. It has the other effects that the settings ask for, such
+    # as `memory_efficient_linear`.
+    init = zero.Init(module=nn.Module(), config_dict_or_path=dict(settings))
+
+    def partition(parameter: Any) -> None:
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    return partition
 
 
 def _join_alone(ranks: ParallelContext) -> None:

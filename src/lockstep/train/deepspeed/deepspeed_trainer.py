@@ -23,7 +23,7 @@ from lockstep.train.checkpoints.random_state import random_state, set_random_sta
 from lockstep.train.deepspeed.deepspeed_library import make_engine
 from lockstep.train.deepspeed.engine_settings import engine_settings, offload_unsupported, zero_stage
 from lockstep.train.deepspeed.published_weights import PublishedWeights
-from lockstep.train.deepspeed.zero_model import Reference, load_model, register_head
+from lockstep.train.deepspeed.zero_model import Reference, fill_model, make_model, register_head
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, MemoryCheckpointMissing
@@ -61,10 +61,11 @@ class DeepSpeedTrainer:
         self.copies = ranks if self.stage == 3 else replace(ranks, replicas=ranks.world)
         """The ranks as holders of the model's parameters: below stage 3, each holds a copy."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
-        self.policy = load_model(role, ranks, role.seed)
-        self.weights = dict(named_weights(self.policy))
-        elements = sum(each.numel() for each in self.weights.values())
+        self.policy = make_model(role, ranks)
+        elements = sum(each.numel() for _, each in named_weights(self.policy))
         settings = engine_settings(role, dtype, int(self.policy.config.get_text_config().hidden_size), elements)
+        fill_model(self.policy, role, ranks, settings, role.seed)
+        self.weights = dict(named_weights(self.policy))
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         self.optimizer = self._make_optimizer()
         self.engine = make_engine(ranks, self.policy, settings, self.optimizer)

@@ -10,29 +10,37 @@ from lockstep.models.model_loader import load_policy, resolve_dtype
 from lockstep.models.packing_probe import probe_fused_decoder
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train.decoder_layers import prepare_layers
-from lockstep.train.deepspeed.deepspeed_library import make_engine
+from lockstep.train.deepspeed.deepspeed_library import make_engine, make_partition
 from lockstep.train.deepspeed.engine_settings import overlaps_reduction, zero_stage
 from lockstep.train.distributed import ParallelContext
 
 
-def load_model(role: TrainRole, ranks: ParallelContext, seed: int | None = None) -> PolicyModel:
-    """Loads the role's model.
+def make_model(role: TrainRole, ranks: ParallelContext) -> PolicyModel:
+    """Returns the role's model without values, on the meta device. Raises ModelError if it cannot be used."""
+    compute = resolve_dtype(role.model.dtype, ranks.device)
+    policy = load_policy(role.model, ranks.device, meta=True, dtype=compute)
+    prepare_layers(policy, role.trainer, ranks.device, compute, may_fuse(role))
+    return policy
+
+
+def fill_model(
+    policy: PolicyModel, role: TrainRole, ranks: ParallelContext, settings: Mapping[str, Any], seed: int | None = None
+) -> None:
+    """Reads the values of the role's model. At stage 3, a parameter is partitioned as soon as it is read, so that a
+    rank never holds more than one of them whole.
 
     Args:
+        settings: of the engine that gets the model.
         seed: seed of a new score head; None if the head must be in the checkpoint.
 
     Raises:
-        ModelError: the model cannot be used, or its checkpoint does not match it.
+        ModelError: the checkpoint does not match the model.
     """
-    compute = resolve_dtype(role.model.dtype, ranks.device)
-    policy = load_policy(role.model, ranks.device, meta=True, dtype=compute)
-    fuse = may_fuse(role)
-    prepare_layers(policy, role.trainer, ranks.device, compute, fuse)
     folder = resolve_folder(role.model.path, role.model.revision)
-    fill_policy(policy, folder, ranks.device, (ranks.rank, ranks.world), head_seed=seed)
-    if fuse:
+    partition = make_partition(ranks, settings) if zero_stage(role) == 3 else None
+    fill_policy(policy, folder, ranks.device, (ranks.rank, ranks.world), head_seed=seed, on_filled=partition)
+    if may_fuse(role):
         probe_fused_decoder(policy)
-    return policy
 
 
 def may_fuse(role: TrainRole) -> bool:
@@ -54,7 +62,8 @@ class Reference:
     """
 
     def __init__(self, role: TrainRole, ranks: ParallelContext, settings: Mapping[str, Any]) -> None:
-        self.policy = load_model(role, ranks).requires_grad_(False)
+        self.policy = make_model(role, ranks).requires_grad_(False)
+        fill_model(self.policy, role, ranks, settings)
         self._engine = make_engine(ranks, self.policy, settings) if zero_stage(role) == 3 else None
         if self._engine is not None:
             register_head(self.policy)
