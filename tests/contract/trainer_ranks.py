@@ -73,7 +73,7 @@ def config(
     kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload
     chosen: dict[str, Any] = {"kind": kind}
     if rest:
-        zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if rest[1:] else "none"}}
+        zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if rest[1:] else "auto"}}
         chosen["deepspeed"] = {"zero_optimization": zero}
     common: dict[str, Any] = {
         "name": "contract",

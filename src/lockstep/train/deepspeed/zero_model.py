@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.config.train_role import TrainRole
 from lockstep.models.hf_checkpoint import fill_policy, resolve_folder
+from lockstep.models.lora import ADAPTER_NAME, adapted_layers, add_adapter, fill_adapter
 from lockstep.models.model_loader import load_policy, resolve_dtype
 from lockstep.models.packing_probe import probe_fused_decoder
 from lockstep.models.policy_model import PolicyModel
@@ -16,20 +17,24 @@ from lockstep.train.distributed import ParallelContext
 
 
 def load_model(role: TrainRole, ranks: ParallelContext, seed: int | None = None) -> PolicyModel:
-    """Loads the role's model.
+    """Loads the role's model, with its adapter if it has one.
 
     Args:
-        seed: seed of a new score head; None if the head must be in the checkpoint.
+        seed: seed of a new adapter's values, and of a new score head; None if the head must be in the checkpoint.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not match it.
     """
     compute = resolve_dtype(role.model.dtype, ranks.device)
     policy = load_policy(role.model, ranks.device, meta=True, dtype=compute)
-    fuse = may_fuse(role)
+    adapter, fuse = role.model.adapter, may_fuse(role)
+    if adapter is not None:
+        add_adapter(policy, adapter)
     prepare_layers(policy, role.trainer, ranks.device, compute, fuse)
     folder = resolve_folder(role.model.path, role.model.revision)
     fill_policy(policy, folder, ranks.device, (ranks.rank, ranks.world), head_seed=seed)
+    if adapter is not None:
+        fill_adapter(policy, adapter, seed or 0, ranks.device)
     if fuse:
         probe_fused_decoder(policy)
     return policy
@@ -57,7 +62,7 @@ class Reference:
         self.policy = load_model(role, ranks).requires_grad_(False)
         self._engine = make_engine(ranks, self.policy, settings) if zero_stage(role) == 3 else None
         if self._engine is not None:
-            register_head(self.policy)
+            register_parameters(self.policy)
 
     def close(self) -> None:
         """Releases DeepSpeed's engine."""
@@ -65,9 +70,13 @@ class Reference:
             self._engine.destroy()
 
 
-def register_head(policy: PolicyModel) -> None:
-    """Has stage 3 gather the head's weight for the forward of the whole model, which uses it without a call of the
-    head's module."""
+def register_parameters(policy: PolicyModel) -> None:
+    """Has stage 3 gather parameters that are used without a call of their own module: the head's weight, for the
+    forward of the whole model, and what DoRA's norms are computed from, for the forward of the adapted layer."""
     zero = import_module("deepspeed.runtime.zero.partition_parameters")
     for parameter in policy.head.parameters():
         zero.register_external_parameter(policy, parameter)
+    for layer in adapted_layers(policy).values():
+        if ADAPTER_NAME in layer.lora_magnitude_vector:
+            for module in (layer.get_base_layer(), layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]):
+                zero.register_external_parameter(layer, module.weight)
