@@ -100,6 +100,7 @@ class DeepSpeedPlanner(TrainerPlanner):
                     "all_gather", "trainer", "for each module of each micro-batch, by DeepSpeed", largest
                 ),
                 PlannedCollective("reduce_scatter", "trainer", "for each bucket of gradients, by DeepSpeed", largest),
+                *_merging(model, publishes),
             ]
         how = "per micro-batch" if stage == 2 else "per optimizer step"
         operation = "all_reduce" if stage < 2 else "reduce"
@@ -107,6 +108,14 @@ class DeepSpeedPlanner(TrainerPlanner):
         if stage:
             found.append(PlannedCollective("all_gather", "trainer", f"{updates} (updated weights, in buckets)", size))
         return found
+
+
+def _merging(model: ModelFacts, publishes: bool) -> list[PlannedCollective]:
+    """The collective in which every rank of stage 3 gets the whole adapter."""
+    if model.adapter is None or not publishes:
+        return []
+    times = "1 (the adapter, before its weights are published)"
+    return [PlannedCollective("all_gather", "trainer", times, 4 * model.adapter.parameters)]
 
 
 def _trained(model: ModelFacts) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -68,12 +67,16 @@ def _buckets(names: list[str], parameters: Mapping[str, nn.Parameter]) -> Iterat
         yield bucket
 
 
-def _gathered_rows(parameters: Mapping[str, nn.Parameter], ranks: ParallelContext) -> dict[str, Tensor]:
-    """Gathers some parameters on all ranks, and returns copies of this rank's rows."""
-    zero = import_module("deepspeed.runtime.zero.partition_parameters")
-    found = {}
-    with zero.GatheredParameters(list(parameters.values())), torch.no_grad():
-        for name, each in parameters.items():
-            first, last = ranks.rows(full_shape(each)[0])
-            found[name] = each.detach()[first:last].clone()
+def _gathered_rows(parameters: Mapping[str, Any], ranks: ParallelContext) -> dict[str, Tensor]:
+    """Gathers some parameters on all ranks in one collective, and returns copies of this rank's rows. DeepSpeed's
+    `GatheredParameters` would gather them one by one."""
+    held = {name: each.ds_tensor.detach().flatten().to(ranks.device) for name, each in parameters.items()}
+    gathered = ranks.gather_flat(torch.cat(list(held.values())), why="parameters that are not divided by rows")
+    found, at = {}, 0
+    for name, part in held.items():
+        shape = full_shape(parameters[name])
+        whole = gathered[:, at : at + part.numel()].flatten()[: shape.numel()].view(shape)  # the last part is padded
+        first, last = ranks.rows(shape[0])
+        found[name] = whole[first:last].clone()
+        at += part.numel()
     return found
