@@ -1,20 +1,27 @@
-"""Cases of the DeepSpeed trainer alone, as real ranks: the optimizer in host memory, bfloat16, a damaged memory
-checkpoint; and a few cases of the contract at the stages whose contract is a long suite.
+"""Cases of the DeepSpeed trainer alone, as real ranks: the optimizer in host memory, reductions that overlap the
+backward pass, bfloat16, a damaged memory checkpoint, the collectives of weight sync; and a few cases of the contract at
+the stages whose contract is a long suite.
 """
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 import trainer_ranks as tr
 
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import MemoryCheckpointMissing
+from lockstep.watch.recorder import recorder
 
 SHORT = ("non_finite", "resume", "qwen2-grpo-split")
 """Cases of the contract."""
-KINDS = (*tr.LONG, "deepspeed-1-offload", "deepspeed-2-offload", "deepspeed-3-offload")
+KINDS = (*tr.LONG, "deepspeed-1-overlap", "deepspeed-1-offload", "deepspeed-2-offload", "deepspeed-3-offload")
 """Kinds of which these are the short cases."""
+REFORMED = ("deepspeed-2", "deepspeed-3")
+PUBLISHED = ("deepspeed-2", "deepspeed-3")
 DAMAGED = ("deepspeed-2", "deepspeed-3")
 BFLOAT16 = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 
@@ -53,8 +60,32 @@ def damaged(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Re
     return result
 
 
+def _collectives() -> int:
+    """The number of collectives that this rank has entered."""
+    recorded = recorder.current()
+    member = recorded and recorded.member(dist.group.WORLD)
+    assert member is not None
+    return member.collectives
+
+
+def published(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+    """Counts the collectives in which all weights are gathered in two buckets, without and with an adapter."""
+    result = tr.Result(ranks.rank)
+    models: dict[str, dict[str, Any]] = {"plain": {}, "adapter": {"adapter": {"r": 3}}}
+    for name, model in models.items():
+        trainer = tr.create(tr.config(folder, "qwen2", "sft", model, kind=kind).policy, ranks)
+        wanted = [(info.name, torch.float32) for info in trainer.parameters()]
+        before = _collectives()
+        buckets = list(trainer.gather_weights([wanted[:5], wanted[5:]], everyone=True))
+        result.extra[name] = _collectives() - before
+        result.extra["weights"] = sum(len(each or ()) for each in buckets)
+    return result
+
+
 CASES: dict[str, tr.Case] = {
     **{f"{kind}:{name}": partial(tr.SUITE[name], kind) for kind in KINDS for name in SHORT},
+    **{f"{kind}:memory": partial(tr.SUITE["memory"], kind) for kind in REFORMED},
     **{f"{kind}:bfloat16": partial(bfloat16, kind) for kind in BFLOAT16},
+    **{f"{kind}:published": partial(published, kind) for kind in PUBLISHED},
     **{f"{kind}:damaged": partial(damaged, kind) for kind in DAMAGED},
 }

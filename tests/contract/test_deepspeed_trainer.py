@@ -4,6 +4,7 @@ from pathlib import Path
 
 import deepspeed_ranks
 import pytest
+import reformed_ranks
 import trainer_ranks as tr
 from test_trainer import NEEDS_DEEPSPEED, TIGHT, apart, assert_resumed, assert_same_rows, weights_of
 
@@ -73,6 +74,31 @@ def test_a_memory_checkpoint_that_one_rank_cannot_read_is_refused_by_all(
     assert "its content is damaged" in messages[1]
     for result in pair[f"{kind}:damaged"]:
         assert_same_rows(result.weights, result.extra["first"])
+
+
+@pytest.mark.parametrize("kind", deepspeed_ranks.PUBLISHED)
+def test_weight_sync_gathers_buckets_and_never_single_parameters(kind: str, pair: dict[str, list[tr.Result]]) -> None:
+    """Below stage 3 every rank has all weights. At stage 3, the rows that cannot be divided evenly are one more bucket;
+    with an adapter, its own are another, and the adapter itself is gathered at once."""
+    for result in pair[f"{kind}:published"]:
+        assert result.extra["weights"] > 20
+        found = result.extra["plain"], result.extra["adapter"]
+        assert found == ((0, 0) if kind == "deepspeed-2" else (2 + 1, 2 + 1 + 2))
+
+
+@pytest.mark.parametrize("kind", deepspeed_ranks.REFORMED)
+def test_a_survivor_forms_new_communicators_and_continues_from_the_memory_checkpoint(
+    kind: str, folder: Path, pair: dict[str, list[tr.Result]]
+) -> None:
+    """Rank 1 is killed after the first step. Its peer's engine is destroyed and built again in the same process."""
+    place = folder / f"reformed-{kind}"
+    place.mkdir()
+    for model in tr.FAMILIES:
+        (place / model).symlink_to(folder / model)
+    for result, undisturbed in zip(reformed_ranks.run(place, kind), pair[f"{kind}:memory"], strict=True):
+        assert result.metrics == [undisturbed.metrics[1]]
+        assert_same_rows(result.weights, undisturbed.weights)
+        assert result.rank or result.extra["lost"]
 
 
 def test_the_installed_version_is_supported() -> None:

@@ -485,19 +485,21 @@ def test_an_objective_is_planned_or_refused(
 
 
 def test_offloading_changes_no_bit_or_is_refused(kind: str, folder: Path, tmp_path: Path) -> None:
-    role = tr.config(folder, "qwen2", "grpo", kind=kind).policy
-    refused = refusal(kind, folder, offload={"optimizer": True})
+    refused = {part: refusal(kind, folder, offload={part: True}) for part in ("parameters", "optimizer")}
+    offload = {part: error is None for part, error in refused.items()}
+    role = tr.config(folder, "qwen2", "grpo", kind=kind, offload=offload).policy
     stays, goes = tr.create(role), tr.create(role)
-    if refused is not None:
-        assert_refused(kind, refused, "trainer.offload")
-        for method in (goes.offload, goes.onload):
-            with pytest.raises(TrainerUnsupported):
-                method()
+    for error in (each for each in refused.values() if each is not None):
+        assert error.setting.startswith("trainer.offload")
+        assert_refused(kind, error, error.setting)
+        with pytest.raises(TrainerUnsupported):
+            goes.offload()
+    if not any(offload.values()):
         return
     batch = tr.batch_of(role, 1)
     for trainer in (stays, goes):
         tr.train(trainer, batch, role, steps=1)
-    goes.offload()
+    goes.offload(**offload)
     published = tr.rows_of_all(goes)  # from host memory
     goes.save(tmp_path / "step-1")
     goes.onload()

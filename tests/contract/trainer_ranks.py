@@ -70,10 +70,11 @@ def make_models(folder: Path) -> None:
 def config(
     folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any
 ) -> SFTConfig | GRPOConfig:
-    kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload
+    kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload, deepspeed-1-overlap
     chosen: dict[str, Any] = {"kind": kind}
     if rest:
-        zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if rest[1:] else "none"}}
+        zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if "offload" in rest else "auto"}}
+        zero |= {"overlap_comm": True} if "overlap" in rest else {}
         chosen["deepspeed"] = {"zero_optimization": zero}
     common: dict[str, Any] = {
         "name": "contract",
@@ -470,7 +471,7 @@ def memory(kind: str, folder: Path, ranks: ParallelContext, port: int) -> Result
     """A memory checkpoint after one step, and another one after the second; back to the first, and the step again."""
     role = config(folder, "qwen2", "sft", kind=kind).policy
     trainer, result = create(role, ranks), Result(ranks.rank)
-    place = folder / f"memory-{ranks.world}"
+    place = folder / f"memory-{kind}-{ranks.world}"
     place.mkdir(exist_ok=True)
     rows = minibatch_of(trainer, batch_of(role, ranks.world), role, ranks.rank).by_rank[ranks.rank]
     copies = MemoryCheckpoints(place, ranks.rank, ranks.world)

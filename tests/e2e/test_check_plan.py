@@ -14,6 +14,7 @@ from lockstep.cli.check import check_plan
 from lockstep.cluster.placement.assignment import assign
 from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.config.loader import load_config
+from lockstep.doctor.check.rules.memory_fit import ProcessMemory
 from lockstep.doctor.output.findings import CheckReport
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.planning.run_plan import PlannedProcess, resource_requests
@@ -60,6 +61,26 @@ def test_what_a_run_would_refuse_is_an_error_with_a_fix(run_file: Path) -> None:
     code, report = check(run_file, "rollout.sampling.max_tokens=5000", "token_budget=6000")
     (error,) = [each for each in findings_of(report, "placement") if each["severity"] == "error"]
     assert code == 1 and "max_tokens 5000" in error["seen"] and "set it to" in error["fix"]
+
+
+def test_deepspeed_settings_that_contradict_the_run_are_an_error_and_not_estimated(run_file: Path) -> None:
+    config = load_config(
+        run_file, ["trainer.kind=deepspeed", "trainer.deepspeed={zero_optimization: {stage: 2, overlap_com: true}}"]
+    )
+    report = CheckReport()
+    check_plan.check_plan(report, config, [], ProcessMemory("cpu", 8 << 30))
+    (error,) = [each for each in report.findings if each.severity == "error"]
+    assert error.id == "placement" and "overlap_com" in error.seen and "did you mean overlap_comm?" in error.fix
+    (unchecked,) = [each for each in report.findings if each.id == "memory"]
+    assert unchecked.severity == "unchecked" and "overlap_com" in unchecked.seen
+
+
+def test_layers_that_cannot_be_compiled_are_an_error(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(run_file, ["trainer.compile=layers"])
+    monkeypatch.setattr("lockstep.train.decoder_layers.shutil.which", lambda _: None)
+    (error,) = check_plan._find_compiler(config, "cpu")
+    assert error.severity == "error" and "g++" in error.fix
+    assert check_plan._find_compiler(config, "cuda") == []
 
 
 def test_a_missing_model_is_the_finding_and_its_size_is_not_estimated(run_file: Path) -> None:

@@ -69,9 +69,10 @@ class CompilerMissing(ValueError):
     """trainer.compile is `layers` on a CPU, but there is no C++ compiler."""
 
     def __init__(self) -> None:
+        self.remedy = "install g++, or set trainer.compile: off"
         super().__init__(
             "trainer.compile is layers, which needs a C++ compiler on the CPU, and none was found (CXX, g++, clang++): "
-            "install g++, or set trainer.compile: off"
+            f"{self.remedy}"
         )
 
 

@@ -23,8 +23,9 @@ from lockstep.models.lora import (
 )
 from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
+from lockstep.train.adapters.merged_weights import MergedWeights
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp.merged_weights import MergedWeights
+from lockstep.train.fsdp.parallelize import held_rows
 from lockstep.train.model_export import export_adapter
 
 IDS = torch.arange(20)[None] % 60 + 4
@@ -149,7 +150,7 @@ def test_saved_modules_are_trained_whole_and_stay_tied(folder: Path, tmp_path: P
     assert (policy.head.weight is policy.lm.get_input_embeddings().weight) == tied
     count = 1 if tied or len(wanted) == 1 else 2
     assert len(dict(named_saved_weights(policy))) == count
-    outgoing = MergedWeights(policy, ParallelContext())
+    outgoing = MergedWeights(policy, ParallelContext(), held_rows)
     changing = {name for name, weight in outgoing.merged().items() if not weight.constant}
     assert {name.removeprefix("base_model.model.") for name in outgoing.saved} <= changing
     parts = outgoing.gather_adapter() | outgoing.gather_saved()

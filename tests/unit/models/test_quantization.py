@@ -15,9 +15,10 @@ from lockstep.models.hf_checkpoint import fill_policy
 from lockstep.models.lora import adapted_layers, add_adapter, fill_adapter
 from lockstep.models.model_loader import check_quantization, load_policy, load_quantized_policy, quantization_config
 from lockstep.models.policy_model import PolicyModel
+from lockstep.train.adapters.merged_weights import MergedWeights
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import TrainerUnsupported
-from lockstep.train.fsdp.merged_weights import MergedWeights
+from lockstep.train.fsdp.parallelize import held_rows
 from lockstep.train.trainer_kinds import trainer_kind
 
 QLORA = {"path": "m", "adapter": {"r": 4}, "quantization": {"kind": "nf4"}}
@@ -115,7 +116,7 @@ def test_the_trainer_exports_dequantized_weights(folder: Path, kind: str, monkey
         model_loader, "dequantize_module_weight", lambda m: m.plain if isinstance(m, Packed) else original(m)
     )
     policy = packed_policy(folder, AdapterConfig(kind=kind, r=4, target_modules=("q_proj",)))
-    outgoing = MergedWeights(policy, ParallelContext())
+    outgoing = MergedWeights(policy, ParallelContext(), held_rows)
     whole = load_policy(ModelConfig(path=str(folder)), "cpu")
     expected = {name.removeprefix("lm."): tuple(p.shape) for name, p in whole.named_parameters()}
     assert {name: outgoing.shape(name) for name in outgoing.weights} == expected

@@ -25,6 +25,7 @@ from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.planning.prepare import DryRun, dry_run, resolve_adapters, trained_models
 from lockstep.run.planning.run_plan import RunPlan
 from lockstep.run.planning.served_models import served_models
+from lockstep.train.decoder_layers import CompilerMissing, require_compiler
 from lockstep.train.trainer_kinds import SERVED_MODELS, trainer_kind
 
 Config = RunConfig
@@ -41,6 +42,7 @@ def check_plan(report: CheckReport, config: Config, overrides: Sequence[str], me
     """
     began = time.monotonic()
     found, findings = _dry_run(config, overrides)
+    findings += _find_compiler(config, memory.device)
     report.add("placement", "Placement", findings, time.monotonic() - began)
     if any(each.id == "model" for each in findings):
         return None  # without its config.json, the model's size is not known
@@ -79,6 +81,18 @@ def _dry_run(config: Config, overrides: Sequence[str]) -> tuple[DryRun | None, l
     return found, findings
 
 
+def _find_compiler(config: Config, device: str) -> list[Finding]:
+    """An error if layers are to be compiled for this host's CPU, and there is no compiler."""
+    wanted = any(role.trainer.compile == "layers" for role in config.train_roles)
+    if not wanted or device != "cpu" or isinstance(config.cluster, RayClusterConfig):
+        return []
+    try:
+        require_compiler()
+    except CompilerMissing as error:
+        return [_refusal_finding(error, "the trainer's ranks would end when they start")]
+    return []
+
+
 def _refusal_finding(error: Exception, why: str) -> Finding:
     """The finding for an error that refuses the run.
 
@@ -93,15 +107,18 @@ def _refusal_finding(error: Exception, why: str) -> Finding:
 
 def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
     """Estimates whether the run fits into memory, and how long its stages take."""
+
+    def ranks(role: TrainRole, token_budget: int) -> Mapping[str, int]:
+        return trainer_kind(role).planner.memory(role, models[role.name], token_budget)
+
     try:
         config = resolve_adapters(config)
         models = trained_models(config, memory.device)
         facts = served_models(config, models[config.policy.name], memory.device)
+        for role in config.train_roles:  # refuses settings that contradict each other, as DeepSpeed's may
+            ranks(role, config.token_budget)
     except (ModelError, OSError, ValueError) as error:
         return [Finding("memory", "unchecked", "", f"memory and time were not estimated: {error}")]
-
-    def ranks(role: TrainRole, token_budget: int) -> Mapping[str, int]:
-        return trainer_kind(role).planner.memory(role, models[role.name], token_budget)
 
     served = {
         role.name: SERVED_MODELS.planner.memory(role, facts[role.name], config.token_budget)

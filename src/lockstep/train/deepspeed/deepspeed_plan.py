@@ -9,8 +9,7 @@ from lockstep.train.deepspeed.deepspeed_library import require_deepspeed
 from lockstep.train.deepspeed.engine_settings import (
     KIND,
     engine_settings,
-    offload_unsupported,
-    offloads_optimizer,
+    offloads,
     overlaps_reduction,
     zero_stage,
 )
@@ -31,7 +30,6 @@ class DeepSpeedPlanner(TrainerPlanner):
     def check(self, role: TrainRole) -> None:
         trainer, field = role.trainer, role.field("trainer.kind")
         lacking = {
-            "model.adapter": role.model.adapter is not None,
             "model.quantization": role.model.quantization is not None,
             "trainer.replicas": trainer.replicas > 1,
             "trainer.compile": trainer.compile != "off",
@@ -39,8 +37,6 @@ class DeepSpeedPlanner(TrainerPlanner):
         for setting, is_set in lacking.items():
             if is_set:
                 raise TrainerUnsupported(KIND, role.field(setting), _REMEDY.format(field))
-        if trainer.offload.anything:
-            raise offload_unsupported(role)
         if not trainer.reshard_after_forward and zero_stage(role) == 3:
             setting = f"{role.field('trainer.reshard_after_forward')} false at stage 3"
             raise TrainerUnsupported(KIND, setting, "stage 3 frees gathered parameters: leave it out, or set stage 2")
@@ -50,42 +46,51 @@ class DeepSpeedPlanner(TrainerPlanner):
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes of one rank (Rajbhandari et al. 2020, section 3.1). Beside the parameters in compute
         precision, DeepSpeed keeps fp32 master weights, except at stage 0, gradients in the precision of their sums, and
-        whole buckets of gradients that are being reduced.
+        whole buckets of gradients that are being reduced. With an adapter, only what is trained has these; the other
+        weights are in compute precision.
         """
-        stage, ranks = zero_stage(role), role.trainer.ranks
-        width, size = DTYPE_BYTES[model.dtype], model.parameters
-        held = size // ranks
-        settings = engine_settings(role, model.dtype, model.hidden, size)
+        stage, ranks, adapter = zero_stage(role), role.trainer.ranks, model.adapter
+        width, trained = DTYPE_BYTES[model.dtype], _trained(model)
+        frozen = 0 if adapter is None else model.parameters - adapter.saved
+        settings = engine_settings(role, model.dtype, model.hidden, trained)
         accumulated = 4 if settings.get("data_types") == {"grad_accum_dtype": "fp32"} else width
+        held = trained // ranks
         parts = {
-            "weights": width * (held if stage == 3 else size),
+            "weights": width * (held if stage == 3 else trained),
             "master weights": 0 if stage == 0 else 4 * held,
-            "gradients": accumulated * held if stage >= 2 else width * size,
-            "optimizer": 8 * (held if stage else size),
+            "gradients": accumulated * held if stage >= 2 else width * trained,
+            "optimizer": 8 * (held if stage else trained),
         }
-        if offloads_optimizer(role):
-            parts |= {"master weights": 0, "optimizer": 0}
+        if adapter is not None:
+            parts["frozen weights"] = width * (frozen // ranks if stage == 3 else frozen)
+            parts["merged adapter"] = 4 * adapter.parameters
+        in_host_memory = []
+        if offloads(role, "offload_optimizer"):
+            in_host_memory += ["master weights", "optimizer", *(["gradients"] if stage >= 2 else [])]
+        if offloads(role, "offload_param"):
+            in_host_memory += ["weights", "frozen weights"]
+        parts = {name: size for name, size in parts.items() if name not in in_host_memory}
         if stage:
             overlapped = stage < 3 and overlaps_reduction(role)  # one bucket is filled while another is reduced
             bucket = int(settings["zero_optimization"]["reduce_bucket_size"])
             parts["buckets"] = width * bucket * (2 if overlapped else 1)
-        if stage == 3 and ranks > 1:
+        if stage == 3 and (ranks > 1 or "weights" in in_host_memory):
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         parts |= forward_memory(role, model, token_budget)
-        if role.holds_reference:
-            parts["reference"] = width * (held if stage == 3 else size)
+        if role.holds_reference and adapter is None and "weights" not in in_host_memory:
+            parts["reference"] = width * (held if stage == 3 else trained)
         return parts
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int:
         """Returns the bytes of fp32 weights and two Adam moments; of every rank at stage 0."""
-        return 2 * 12 * model.parameters * (1 if zero_stage(role) else role.trainer.ranks)
+        return 2 * 12 * _trained(model) * (1 if zero_stage(role) else role.trainer.ranks)
 
     def collectives(self, role: TrainRole, model: ModelFacts, updates: int, publishes: bool) -> list[PlannedCollective]:
         if role.trainer.ranks == 1:
             return []
         width, stage = DTYPE_BYTES[model.dtype], zero_stage(role)
         metrics = metric_vector_size(make_objective(role.objective).metrics)
-        size = width * model.parameters
+        size = width * _trained(model)
         norm = PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics)", 8 * metrics)
         if stage == 3:
             largest = width * model.largest_layer
@@ -95,6 +100,7 @@ class DeepSpeedPlanner(TrainerPlanner):
                     "all_gather", "trainer", "for each module of each micro-batch, by DeepSpeed", largest
                 ),
                 PlannedCollective("reduce_scatter", "trainer", "for each bucket of gradients, by DeepSpeed", largest),
+                *_merging(model, publishes),
             ]
         how = "per micro-batch" if stage == 2 else "per optimizer step"
         operation = "all_reduce" if stage < 2 else "reduce"
@@ -102,6 +108,18 @@ class DeepSpeedPlanner(TrainerPlanner):
         if stage:
             found.append(PlannedCollective("all_gather", "trainer", f"{updates} (updated weights, in buckets)", size))
         return found
+
+
+def _merging(model: ModelFacts, publishes: bool) -> list[PlannedCollective]:
+    """The collective in which every rank of stage 3 gets the whole adapter."""
+    if model.adapter is None or not publishes:
+        return []
+    times = "1 (the adapter, before its weights are published)"
+    return [PlannedCollective("all_gather", "trainer", times, 4 * model.adapter.parameters)]
+
+
+def _trained(model: ModelFacts) -> int:
+    return model.parameters if model.adapter is None else model.adapter.trained
 
 
 def _check_settings(role: TrainRole) -> None:

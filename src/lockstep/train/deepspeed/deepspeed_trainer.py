@@ -1,7 +1,9 @@
 """The DeepSpeed trainer: one rank of a policy with its optimizer, and the frozen reference if a KL term needs one."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,31 +14,37 @@ import torch
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
-from lockstep.models.hf_checkpoint import named_weights
+from lockstep.models.lora import starts_from_other_weights, without_adapter
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
+from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
+from lockstep.train.adapters.adapter_training import InitialAdapter, adapter_dropout, base_digests, seed_dropout
+from lockstep.train.adapters.merged_weights import MergedWeights
 from lockstep.train.checkpoints.checkpoint import CheckpointWriter, read_checkpoint
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
 from lockstep.train.deepspeed.deepspeed_library import make_engine
-from lockstep.train.deepspeed.engine_settings import engine_settings, offload_unsupported, zero_stage
-from lockstep.train.deepspeed.published_weights import PublishedWeights
-from lockstep.train.deepspeed.zero_model import Reference, fill_model, make_model, register_head
+from lockstep.train.deepspeed.engine_settings import KIND, OffloadPlace, engine_settings, offloads, zero_stage
+from lockstep.train.deepspeed.published_weights import held_rows
+from lockstep.train.deepspeed.zero_model import Reference, fill_model, make_model, register_parameters
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.errors import CheckpointError, MemoryCheckpointMissing
+from lockstep.train.errors import CheckpointError, MemoryCheckpointMissing, TrainerUnsupported
 from lockstep.train.forward.target_values import add_reference, evaluate_each, split_outputs, target_values
 from lockstep.train.lazy_weights import gather_buckets, own_shards
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
-from lockstep.train.model_export import export_model
+from lockstep.train.model_export import export_adapter, export_model
 from lockstep.train.objective import check_fields, make_objective
 from lockstep.train.optimizer import decay_groups, learning_rate, square_norm
 from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_protocol import BucketWeights, GatheredRows, ParameterInfo, ParameterShard, StepStats
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder import recorder
+
+_PARAMETER = "parameter."
+"""Prefix of the names of trained weights in checkpoints."""
 
 
 class DeepSpeedTrainer:
@@ -61,25 +69,34 @@ class DeepSpeedTrainer:
         self.copies = ranks if self.stage == 3 else replace(ranks, replicas=ranks.world)
         """The ranks as holders of the model's parameters: below stage 3, each holds a copy."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
+        self.adapter = role.model.adapter
         self.policy = make_model(role, ranks)
-        elements = sum(each.numel() for _, each in named_weights(self.policy))
+        elements = sum(each.numel() for each in self._merged_weights().trained.values())
         settings = engine_settings(role, dtype, int(self.policy.config.get_text_config().hidden_size), elements)
         fill_model(self.policy, role, ranks, settings, role.seed)
-        self.weights = dict(named_weights(self.policy))
+        self.merged_weights = self._merged_weights()
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         self.optimizer = self._make_optimizer()
         self.engine = make_engine(ranks, self.policy, settings, self.optimizer)
         if self.stage == 3:
-            register_head(self.policy)
-        self.state = make_state(self.engine, self.stage, self.weights, ranks.rank == 0)
-        self.published = PublishedWeights(self.weights, self.copies)
+            register_parameters(self.policy)
+        self.state = make_state(self.engine, self.stage, self.merged_weights.trained, ranks.rank == 0)
         self.has_reference = role.holds_reference
-        self.reference = Reference(role, ranks, settings) if self.has_reference else None
+        self.reference = Reference(role, ranks, settings) if self.has_reference and self.adapter is None else None
+        """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
+        adapter's initial values, is the reference."""
+        other_weights = self.adapter is not None and starts_from_other_weights(self.policy, self.adapter)
+        self.initial_adapter = InitialAdapter(self._master_weights()) if self.has_reference and other_weights else None
+        self.base_digests = base_digests(role.model)
+        """Digests of the model on which the adapter is trained, for its checkpoints."""
         self.optimizer_step = 0
         """Number of optimizer steps taken, also those before a loaded checkpoint."""
         self.steps_before_run = 0
         """Optimizer steps of another run, from whose checkpoint this run started."""
         self.writer = CheckpointWriter(ranks if self.stage else self.copies, generation)
+
+    def _merged_weights(self) -> MergedWeights:
+        return MergedWeights(self.policy, self.copies, partial(held_rows, self.copies))
 
     @property
     def has_new_head(self) -> bool:
@@ -95,7 +112,7 @@ class DeepSpeedTrainer:
         """Returns every weight that engines receive, in the precision of the model's parameters."""
         return [
             ParameterInfo(name, tuple(full_shape(each)), str(each.dtype).removeprefix("torch."))
-            for name, each in self.weights.items()
+            for name, each in self.merged_weights.weights.items()
         ]
 
     def probe_packing(self) -> PackingProbeResult:
@@ -115,8 +132,9 @@ class DeepSpeedTrainer:
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
         if policy_outputs:
             results = evaluate_each(self.policy, microbatches, policy_outputs, *settings)
-        if "reference_logprobs" in outputs and self.reference is not None:
-            add_reference(results, self.reference.policy, microbatches, *settings)
+        if "reference_logprobs" in outputs:
+            with self._as_reference() as reference:
+                add_reference(results, reference, microbatches, *settings)
         return results
 
     def step(self, microbatches: Sequence[MicroBatch[np.ndarray]]) -> StepStats:
@@ -130,10 +148,12 @@ class DeepSpeedTrainer:
         """
         check_fields(microbatches, self.objective)
         metrics = MetricAccumulator(self.objective.metrics, self.ranks.device)
-        for done, microbatch in enumerate(microbatches, start=1):
-            self.engine.set_gradient_accumulation_boundary(done == len(microbatches))
-            self._backward(microbatch, metrics)
-            current_beacon().progress("microbatches", done, len(microbatches))
+        with adapter_dropout(self.policy, self.adapter):
+            for done, microbatch in enumerate(microbatches, start=1):
+                self.engine.set_gradient_accumulation_boundary(done == len(microbatches))
+                seed_dropout(self.adapter, self.role.seed, self.optimizer_step, done, self.ranks.rank)
+                self._backward(microbatch, metrics)
+                current_beacon().progress("microbatches", done, len(microbatches))
         step = self.optimizer_step + 1
         vector = metrics.vector(square_norm(self.state.gradients()))
         totals = ReducedMetrics(
@@ -162,18 +182,17 @@ class DeepSpeedTrainer:
         return learning_rate(step, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
-        """Yields the rows of every weight that this rank publishes. All ranks call it."""
-        yield from own_shards(self.published.rows(), self.copies)
+        """Yields the rows of every weight that this rank publishes, merged with the adapter. All ranks call it."""
+        yield from own_shards(self.merged_weights.merged(), self.copies)
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Yields every weight, bucket by bucket; see `gather_buckets`."""
-        return gather_buckets(self.published.rows(), buckets, self.copies, everyone)
+        """Yields every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
+        return gather_buckets(self.merged_weights.merged(), buckets, self.copies, everyone)
 
     def save(self, folder: Path) -> None:
         """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
-        self.writer.save(
-            folder, self.state.state(), random_state(self.ranks), {**self._counts(), "model": self.role.model.path}
-        )
+        metadata = {**self._counts(), "model": self.role.model.path, **self.base_digests}
+        self.writer.save(folder, self.state.state(), random_state(self.ranks), metadata)
 
     def saved(self) -> bool:
         """Returns whether the last `save` is complete on disk. Raises CheckpointError if it failed."""
@@ -191,8 +210,9 @@ class DeepSpeedTrainer:
         try:
             inherited = read_manifest(folder).get(INHERITED)
             if inherited == "weights":
-                state = {name: rows for name, rows in state.items() if name.startswith("parameter.")}
-            found = read_checkpoint(folder, state, random if inherited is None else {}, self.writer.ranks)
+                state = {name: rows for name, rows in state.items() if name.startswith(_PARAMETER)}
+            whole = random if inherited is None else {}
+            found = read_checkpoint(folder, state, whole, self.writer.ranks, self.base_digests)
         except CheckpointError as error:
             problem = error
         failed = self._first_failed(problem, f"{folder.name} is read")
@@ -238,19 +258,30 @@ class DeepSpeedTrainer:
     def export(self, folder: Path, added: Mapping[str, Any] = MappingProxyType({})) -> None:
         """See `Trainer`; in the compute precision."""
         described = self.role.model, self.compute_dtype, self.copies, added
-        export_model(folder, self.policy, self.published.rows(), *described)
+        export_model(folder, self.policy, self.merged_weights.merged(), *described)
 
     def export_adapter(self, folder: Path) -> None:
-        """Raises ValueError: there is no adapter."""
-        raise ValueError("there is no adapter to export; set model.adapter")
+        """Writes a folder that peft's `PeftModel.from_pretrained` loads. All ranks call it."""
+        if self.adapter is None:
+            raise ValueError("there is no adapter to export; set model.adapter")
+        parts = self.merged_weights.gather_adapter() | self.merged_weights.gather_saved()
+        export_adapter(folder, self.policy, parts, self.role.model, self.copies)
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
-        """Raises TrainerUnsupported."""
-        raise offload_unsupported(self.role)
+        """Frees the device's memory that the library keeps unused. `trainer.offload` has DeepSpeed keep parameters and
+        optimizer state in host memory all the time (`offload_param`, `offload_optimizer`), so nothing has to move.
+
+        Raises TrainerUnsupported for state that the role's settings do not keep there."""
+        wanted: dict[OffloadPlace, bool] = {"offload_param": parameters, "offload_optimizer": optimizer}
+        for place, asked in wanted.items():
+            if asked and not offloads(self.role, place):
+                field = self.role.field("trainer.offload")
+                raise TrainerUnsupported(KIND, f"{field} after the start", f"set {field} before the run starts")
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Raises TrainerUnsupported."""
-        self.offload()
+        """Does nothing: DeepSpeed brings what it needs to the device."""
 
     def close(self) -> None:
         """Ends the save in progress and leaves the communicators. Raises CheckpointError."""
@@ -265,9 +296,30 @@ class DeepSpeedTrainer:
     def _make_optimizer(self) -> torch.optim.AdamW:
         """AdamW of torch, which needs no compiler, with the groups of the FSDP2 trainer."""
         settings = self.role.trainer.optimizer
-        groups = decay_groups(self.policy, self.weights, settings.weight_decay)
+        groups = decay_groups(self.policy, self.merged_weights.trained, settings.weight_decay)
         present = [group for group in groups if group["params"]]
         return torch.optim.AdamW(present, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[PolicyModel]:
+        """Yields the reference: a separate model, the policy without its adapter, or with the adapter's initial
+        values."""
+        if self.reference is not None:
+            yield self.reference.policy
+        elif self.initial_adapter is None:
+            with without_adapter(self.policy):
+                yield self.policy
+        else:
+            try:
+                with self.initial_adapter.restored(self._master_weights()):
+                    self._set_weights()
+                    yield self.policy
+            finally:
+                self._set_weights()
+
+    def _master_weights(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the trained weights, by name in checkpoints."""
+        return {name: rows.local for name, rows in self.state.state().items() if name.startswith(_PARAMETER)}
 
     def _backward(self, microbatch: MicroBatch[np.ndarray], metrics: MetricAccumulator) -> None:
         batch, chunk = microbatch.to(self.ranks.device), self.role.trainer.head_chunk

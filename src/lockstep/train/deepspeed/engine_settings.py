@@ -6,7 +6,7 @@ the run's config is refused. Imports nothing of DeepSpeed.
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config.train_role import TrainRole
 from lockstep.train.deepspeed.fixed_settings import FIXED, SECTIONS, fixed_names
@@ -22,6 +22,13 @@ _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _FP32, _BF16 = ("fp32", "float32", "float", "torch.float32"), ("bf16", "bfloat16", "torch.bfloat16")
 """DeepSpeed's names of precisions (`deepspeed.runtime.config.DtypeEnum`)."""
 _STAGES = (0, 1, 2, 3)
+_STAGE_PATH = "trainer.deepspeed.zero_optimization.stage"
+OffloadPlace = Literal["offload_optimizer", "offload_param"]
+_OFFLOAD: dict[OffloadPlace, tuple[str, int]] = {
+    "offload_optimizer": ("optimizer", 1),
+    "offload_param": ("parameters", 3),
+}
+"""The field of `trainer.offload` and the lowest stage, by DeepSpeed's section."""
 
 _PASSED = frozenset({
     "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger",
@@ -84,7 +91,7 @@ def engine_settings(role: TrainRole, dtype: str, hidden: int, parameters: int) -
     return {
         **{name: value for name, value in given.items() if name in _PASSED and value not in (AUTO, None)},
         **({"data_types": {"grad_accum_dtype": accumulation}} if accumulation else {}),
-        **({"zero_force_ds_cpu_optimizer": False} if offloads_optimizer(role) else {}),
+        **({"zero_force_ds_cpu_optimizer": False} if offloads(role, "offload_optimizer") else {}),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the trainer says which micro-batch of a step is the last
         "gradient_clipping": clipping,
@@ -99,24 +106,15 @@ def zero_stage(role: TrainRole) -> int:
     return _Settings(role).stage()
 
 
-def offloads_optimizer(role: TrainRole) -> bool:
-    """Whether the optimizer's state stays in host memory."""
-    return _Settings(role).section("zero_optimization", "offload_optimizer").get("device") == "cpu"
+def offloads(role: TrainRole, place: OffloadPlace) -> bool:
+    """Whether state stays in host memory. Raises TrainerUnsupported."""
+    settings = _Settings(role)
+    return bool(settings.offload(place, settings.stage()))
 
 
 def overlaps_reduction(role: TrainRole) -> bool:
     """Whether gradients are reduced during the backward pass at stages that need not (`overlap_comm`)."""
     return _Settings(role).section("zero_optimization").get("overlap_comm") not in (None, False, AUTO)
-
-
-def offload_unsupported(role: TrainRole) -> TrainerUnsupported:
-    """The error for `trainer.offload`, which is on where a role shares its devices and the config does not say."""
-    field = role.field("trainer.offload")
-    remedy = (
-        f"set {field}.parameters and {field}.optimizer to false, give the role devices of its own "
-        f"(placement.colocate), or set {role.field('trainer.kind')}=fsdp2"
-    )
-    return TrainerUnsupported(KIND, field, remedy)
 
 
 class _Settings:
@@ -173,7 +171,7 @@ class _Settings:
             raise TrainerUnsupported(KIND, f"{field} float16", f"set {field} to bfloat16 or float32")
         if self.stage() == 0 and dtype == "bfloat16":
             setting = f"{self.role.field('model.dtype')} bfloat16 at stage 0"
-            path = self.role.field("trainer.deepspeed.zero_optimization.stage")
+            path = self.role.field(_STAGE_PATH)
             raise TrainerUnsupported(KIND, setting, f"its master weights need a stage: set {path} to 1, 2 or 3")
         enabled = self.section("fp16").get("enabled", AUTO)
         if enabled not in (AUTO, False):
@@ -241,30 +239,36 @@ class _Settings:
                 "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
                 "stage3_param_persistence_threshold": 10 * hidden,
             }
-        places = ("offload_optimizer", "offload_param")
         known = {
             name: value
             for name, value in given.items()
-            if value not in (AUTO, None) and name in _ZERO and name not in places
+            if value not in (AUTO, None) and name in _ZERO and name not in _OFFLOAD
         }
         autos = {name: value for name, value in filled.items() if given.get(name) == AUTO}
-        offloads = {place: section for place in places if (section := self._offload(place, stage))}
+        kept: dict[str, Any] = {place: section for place in _OFFLOAD if (section := self.offload(place, stage))}
         # DeepSpeed allocates whole buckets, of this size by default.
         bucket = {"reduce_bucket_size": min(_REDUCE_BUCKET, parameters)}
-        return {**bucket, **known, **autos, **offloads, "stage": stage}
+        return {**bucket, **known, **autos, **kept, "stage": stage}
 
-    def _offload(self, place: str, stage: int) -> dict[str, Any]:
-        """A section that offloads to host memory; empty if nothing is offloaded."""
+    def offload(self, place: OffloadPlace, stage: int) -> dict[str, Any]:
+        """A section that keeps state in host memory, because it says so or `trainer.offload` does; else empty."""
         given = self.section("zero_optimization", place)
         section = {name: value for name, value in given.items() if value not in (AUTO, None)}
-        device = section.get("device", "none")
+        part, lowest = _OFFLOAD[place]
+        field, wanted = self.role.field(f"trainer.offload.{part}"), bool(getattr(self.role.trainer.offload, part))
+        device = section.setdefault("device", "cpu" if wanted else "none")
         if device not in ("none", "cpu"):
             remedy = "it would need DeepSpeed's operation async_io: set it to cpu or none"
             raise self._unsupported(f"zero_optimization.{place}.device {device!r}", remedy)
-        lowest = {"offload_optimizer": 1, "offload_param": 3}[place]
+        if wanted and device == "none":
+            path = self.role.field(f"trainer.deepspeed.zero_optimization.{place}.device")
+            remedy = f"they must agree: set {path} to auto or cpu, or set {field}=false"
+            raise TrainerUnsupported(KIND, f"{path} 'none' with {field} true", remedy)
         if device == "cpu" and stage < lowest:
-            remedy = f"it needs stage {lowest} or more: set the stage, or leave it out"
-            raise self._unsupported(f"zero_optimization.{place} at stage {stage}", remedy)
+            remedy = f"it needs stage {lowest} or more: set {self.role.field(_STAGE_PATH)}={lowest}"
+            if wanted:
+                raise TrainerUnsupported(KIND, f"{field} at stage {stage}", f"{remedy}, or set {field}=false")
+            raise self._unsupported(f"zero_optimization.{place} at stage {stage}", f"{remedy}, or leave it out")
         return section if device == "cpu" else {}
 
     def section(self, *path: str) -> Mapping[str, Any]:

@@ -1,11 +1,15 @@
 """Loads the models of a rank: the one that is trained, and its reference."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+from torch import nn
+
 from lockstep.config.train_role import TrainRole
 from lockstep.models.hf_checkpoint import fill_policy, resolve_folder
+from lockstep.models.lora import ADAPTER_NAME, adapted_layers, add_adapter, fill_adapter
 from lockstep.models.model_loader import load_policy, resolve_dtype
 from lockstep.models.packing_probe import probe_fused_decoder
 from lockstep.models.policy_model import PolicyModel
@@ -16,9 +20,12 @@ from lockstep.train.distributed import ParallelContext
 
 
 def make_model(role: TrainRole, ranks: ParallelContext) -> PolicyModel:
-    """Returns the role's model without values, on the meta device. Raises ModelError if it cannot be used."""
+    """Returns the role's model without values, on the meta device, with its adapter if it has one. Raises ModelError if
+    it cannot be used."""
     compute = resolve_dtype(role.model.dtype, ranks.device)
     policy = load_policy(role.model, ranks.device, meta=True, dtype=compute)
+    if role.model.adapter is not None:
+        add_adapter(policy, role.model.adapter)
     prepare_layers(policy, role.trainer, ranks.device, compute, may_fuse(role))
     return policy
 
@@ -27,20 +34,31 @@ def fill_model(
     policy: PolicyModel, role: TrainRole, ranks: ParallelContext, settings: Mapping[str, Any], seed: int | None = None
 ) -> None:
     """Reads the values of the role's model. At stage 3, a parameter is partitioned as soon as it is read, so that a
-    rank never holds more than one of them whole.
+    rank never holds more than one of them whole (but all with DoRA, whose first magnitudes are norms of the weights).
 
     Args:
         settings: of the engine that gets the model.
-        seed: seed of a new score head; None if the head must be in the checkpoint.
+        seed: seed of a new adapter's values, and of a new score head; None if the head must be in the checkpoint.
 
     Raises:
         ModelError: the checkpoint does not match the model.
     """
-    folder = resolve_folder(role.model.path, role.model.revision)
-    partition = make_partition(ranks, settings) if zero_stage(role) == 3 else None
+    folder, adapter = resolve_folder(role.model.path, role.model.revision), role.model.adapter
+    divides = zero_stage(role) == 3 and (adapter is None or adapter.kind != "dora")
+    partition = make_partition(ranks, settings) if divides else None
+    if partition is not None and adapter is not None:
+        partition = partial(_partition_frozen, partition)
     fill_policy(policy, folder, ranks.device, (ranks.rank, ranks.world), head_seed=seed, on_filled=partition)
+    if adapter is not None:
+        fill_adapter(policy, adapter, seed or 0, ranks.device)
     if may_fuse(role):
         probe_fused_decoder(policy)
+
+
+def _partition_frozen(partition: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> None:
+    """A stored adapter replaces the values of weights that are trained with it: they stay whole until then."""
+    if not parameter.requires_grad:
+        partition(parameter)
 
 
 def may_fuse(role: TrainRole) -> bool:
@@ -66,7 +84,7 @@ class Reference:
         fill_model(self.policy, role, ranks, settings)
         self._engine = make_engine(ranks, self.policy, settings) if zero_stage(role) == 3 else None
         if self._engine is not None:
-            register_head(self.policy)
+            register_parameters(self.policy)
 
     def close(self) -> None:
         """Releases DeepSpeed's engine."""
@@ -74,9 +92,13 @@ class Reference:
             self._engine.destroy()
 
 
-def register_head(policy: PolicyModel) -> None:
-    """Has stage 3 gather the head's weight for the forward of the whole model, which uses it without a call of the
-    head's module."""
+def register_parameters(policy: PolicyModel) -> None:
+    """Has stage 3 gather parameters that are used without a call of their own module: the head's weight, for the
+    forward of the whole model, and what DoRA's norms are computed from, for the forward of the adapted layer."""
     zero = import_module("deepspeed.runtime.zero.partition_parameters")
     for parameter in policy.head.parameters():
         zero.register_external_parameter(policy, parameter)
+    for layer in adapted_layers(policy).values():
+        if ADAPTER_NAME in layer.lora_magnitude_vector:
+            for module in (layer.get_base_layer(), layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]):
+                zero.register_external_parameter(layer, module.weight)

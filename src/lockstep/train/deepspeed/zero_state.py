@@ -101,7 +101,7 @@ class _FlatState:
                 else:
                     whole = part.flat.detach() if key == "parameter" else _moment(self._zero.optimizer, part.flat, key)
                     piece, start = whole.narrow(0, part.offset, part.count), part.start
-                found[f"{key}.{name}"] = LocalRows(piece, shape, start)
+                found[f"{key}.{name}"] = LocalRows(piece, tuple(shape), start)
         return found
 
     def _part(self, parameter: nn.Parameter) -> _FlatPart | None:

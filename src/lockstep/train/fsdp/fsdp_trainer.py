@@ -1,7 +1,7 @@
 """The FSDP2 trainer: one rank of a policy with its optimizer, and the frozen reference if a KL term needs one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
-from lockstep.models.lora import derived_seed, starts_from_other_weights, with_dropout, without_adapter
+from lockstep.models.lora import starts_from_other_weights, without_adapter
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
+from lockstep.train.adapters.adapter_training import InitialAdapter, adapter_dropout, base_digests, seed_dropout
+from lockstep.train.adapters.merged_weights import MergedWeights
 from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import LocalRows
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
@@ -26,13 +28,11 @@ from lockstep.train.checkpoints.random_state import random_state, set_random_sta
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.forward.kept_forward import KeptForward
 from lockstep.train.forward.target_values import add_reference, evaluate_each, split_outputs, target_values
-from lockstep.train.fsdp.merged_weights import MergedWeights
 from lockstep.train.fsdp.moving_reference import mix_into_reference, reference_rows
 from lockstep.train.fsdp.parallelize import (
-    InitialAdapter,
-    base_digests,
     begin_microbatch,
     free_gathered,
+    held_rows,
     load_sharded_policy,
     local_shard,
     move_weights,
@@ -91,7 +91,7 @@ class FSDP2Trainer:
         )
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         # Created while no layer is gathered, because a gathered layer holds plain parameters instead of its shards.
-        self.merged_weights = MergedWeights(self.policy, ranks)
+        self.merged_weights = MergedWeights(self.policy, ranks, held_rows)
         self.has_reference, self.mixing = role.holds_reference, role.objective.reference_mixing
         self.reference: PolicyModel | None = None
         """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
@@ -185,10 +185,10 @@ class FSDP2Trainer:
         check_fields(microbatches, self.objective)
         self.kept.match(microbatches)
         metrics = MetricAccumulator(self.objective.metrics, self.ranks.device)
-        with self._dropout():
+        with adapter_dropout(self.policy, self.adapter):
             for done, microbatch in enumerate(microbatches, start=1):
                 begin_microbatch(self.policy, done == len(microbatches), self.role.trainer.reshard_after_forward)
-                self._seed_dropout(done)
+                seed_dropout(self.adapter, self.role.seed, self.optimizer.steps, done, self.ranks.rank)
                 self._backward(microbatch, metrics)
                 current_beacon().progress("microbatches", done, len(microbatches))
         gradients = {name: local_shard(p.grad) for name, p in self.trained_parameters.items() if p.grad is not None}
@@ -319,14 +319,6 @@ class FSDP2Trainer:
         finally:
             self.ranks.leave()
 
-    def _dropout(self) -> AbstractContextManager[None]:
-        return with_dropout(self.policy) if self.adapter and self.adapter.lora_dropout else nullcontext()
-
-    def _seed_dropout(self, microbatch: int) -> None:
-        """Seeds dropout so that masks differ between micro-batches, but are the same when a step is repeated."""
-        if self.adapter and self.adapter.lora_dropout:
-            torch.manual_seed(derived_seed(self.role.seed, self.optimizer.steps, microbatch, self.ranks.rank))
-
     @contextmanager
     def _as_reference(self) -> Iterator[PolicyModel]:
         """Yields the reference: a separate model, the policy without its adapter, or with the adapter's initial
@@ -380,7 +372,7 @@ class FSDP2Trainer:
         self.kept.clear()
         for model in self._models() if parameters else []:
             move_weights(model, device, self.ranks.device)
-        self.merged_weights = MergedWeights(self.policy, self.ranks)
+        self.merged_weights = MergedWeights(self.policy, self.ranks, held_rows)
         if optimizer:
             self.optimizer.to(device)
         if device.type == "cpu" and self.ranks.device.type == "cuda":

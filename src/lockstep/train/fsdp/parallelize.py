@@ -1,8 +1,8 @@
 """Builds the model that a rank trains or evaluates: loads the rank's rows, and shards it with FSDP2."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config.model import AdapterConfig, ModelConfig
 from lockstep.config.trainer import TrainerConfig
-from lockstep.models.hf_checkpoint import fill_head, fill_policy, folder_digest, resolve_folder
+from lockstep.models.hf_checkpoint import fill_head, fill_policy, resolve_folder
 from lockstep.models.lora import add_adapter, fill_adapter
 from lockstep.models.model_loader import load_policy, load_quantized_policy
 from lockstep.models.packing_probe import probe_fused_decoder
@@ -21,6 +21,7 @@ from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
 from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.distributed import ParallelContext
+from lockstep.train.lazy_weights import LazyWeight
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,11 @@ def local_shard(tensor: Tensor) -> Tensor:
         return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def held_rows(parameters: Mapping[str, nn.Parameter]) -> dict[str, LazyWeight]:
+    """Returns this rank's rows of parameters, by name. Pass parameters of layers that are not gathered."""
+    return {name: LazyWeight(tuple(each.shape), partial(local_shard, each)) for name, each in parameters.items()}
+
+
 def load_sharded_policy(
     model: ModelConfig,
     ranks: ParallelContext,
@@ -160,50 +166,5 @@ def parameter_dtype(model: ModelConfig, ranks: ParallelContext, compute: torch.d
     return torch.float32 if mixes and model.quantization is None else compute
 
 
-def base_digests(model: ModelConfig) -> dict[str, str]:
-    """Returns digests of the model on which an adapter is trained, for its checkpoints; empty without an adapter."""
-    if model.adapter is None:
-        return {}
-    adapter_path = model.adapter.path
-    adapter_digest = (
-        {}
-        if adapter_path is None
-        else {"adapter": folder_digest(resolve_folder(adapter_path, field="model.adapter.path"))}
-    )
-    return {"base": folder_digest(_model_folder(model)), **adapter_digest}
-
-
 def _model_folder(model: ModelConfig) -> Path:
     return resolve_folder(model.path, model.revision)
-
-
-class InitialAdapter:
-    """The initial values of this rank's rows of all trained parameters, kept in host memory.
-
-    They are the reference of a KL penalty if the model without its adapter is not the initial policy, because the run
-    started from an adapter or trains other weights too.
-
-    Args:
-        rows: this rank's rows of each trained parameter, by name.
-    """
-
-    def __init__(self, rows: Mapping[str, Tensor]) -> None:
-        self._rows = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rows.items()}
-
-    @contextmanager
-    def restored(self, rows: Mapping[str, Tensor]) -> Iterator[None]:
-        """Puts the initial values into `rows`, and restores the current ones exactly when the context ends. No layer
-        may
-        be gathered when the context begins or ends, because its gathered copy would keep the old values."""
-        current = {name: tensor.clone() for name, tensor in rows.items()}
-        _copy_shards(self._rows, rows)
-        try:
-            yield
-        finally:
-            _copy_shards(current, rows)
-
-
-@torch.no_grad()
-def _copy_shards(values: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
-    for name, tensor in rows.items():
-        tensor.copy_(values[name])

@@ -14,6 +14,7 @@ from lockstep.doctor.check.rules.memory_fit import ProcessMemory, engine_memory_
 from lockstep.doctor.check.rules.model_shape import model_shape_of
 from lockstep.doctor.output.findings import Finding
 from lockstep.models.model_facts import ModelFacts
+from lockstep.train.deepspeed.deepspeed_plan import DeepSpeedPlanner
 from lockstep.train.fsdp.fsdp_plan import FSDP2Planner
 
 QWEN_7B = {  # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
@@ -73,6 +74,38 @@ def test_a_7b_does_not_fit_one_gpu_and_what_would_make_it_fit_does() -> None:
         assert by_id(judge(config(**words), H100))["memory-policy"].severity == "ok"
     too_few = by_id(judge(config(trainer={"ranks": 2}), H100))["memory-policy"]
     assert too_few.severity == "error"
+
+
+@pytest.mark.parametrize(
+    ("usable_gb", "ranks", "zero", "expected"),
+    [
+        (60, 4, {"stage": 1}, {"stage": 2}),
+        (50, 4, {"stage": 2}, {"stage": 3}),
+        (45, 1, {"stage": 1}, {"offload_optimizer": {"device": "cpu"}}),
+        (30, 1, {"stage": 1}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+        (30, 1, {"stage": 3}, {"offload_optimizer": {"device": "cpu"}}),
+        (20, 1, {"stage": 2}, {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    ],
+)
+def test_deepspeed_runs_get_the_lowest_stage_that_fits(usable_gb: int, ranks: int, zero: Any, expected: Any) -> None:
+    memory = ProcessMemory("cuda", int(usable_gb * 1e9 / (1 - memory_fit.RESERVE)))
+
+    def judged(zero: Any) -> Finding:
+        trainer = {"kind": "deepspeed", "ranks": ranks, "deepspeed": {"zero_optimization": zero}}
+        run = config(trainer=trainer, token_budget=2048)
+
+        def needs(role: TrainRole, token_budget: int) -> dict[str, int]:
+            return DeepSpeedPlanner().memory(role, FACTS, token_budget)
+
+        return by_id(memory_fit.judge_memory(run, needs, SHAPE, memory))["memory-policy"]
+
+    refused = judged(zero)
+    assert refused.severity == "error"
+    path = "trainer.deepspeed.zero_optimization"
+    words = [f"{path}.{name}={value}" for name, value in expected.items() if name == "stage"]
+    words += [f"{path}.{name}.device=cpu" for name in expected if name != "stage"]
+    assert " with ".join(words) in refused.fix
+    assert judged(zero | expected).severity == "ok"
 
 
 class CriticConfig(GRPOConfig):

@@ -10,7 +10,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
 from lockstep.config.train_role import TrainRole
 from lockstep.train.deepspeed.deepspeed_plan import DeepSpeedPlanner
-from lockstep.train.deepspeed.engine_settings import engine_settings, offloads_optimizer, zero_stage
+from lockstep.train.deepspeed.engine_settings import engine_settings, offloads, zero_stage
 from lockstep.train.deepspeed.zero_model import may_fuse
 from lockstep.train.errors import TrainerUnsupported
 
@@ -200,7 +200,7 @@ def test_values_that_ask_for_nothing_are_taken_and_auto_is_left_to_deepspeed() -
 @pytest.mark.parametrize("value", [None, {}, {"zero_optimization": None}])
 def test_absent_sections_are_empty(value: Any) -> None:
     role = role_of(value)
-    assert not offloads_optimizer(role)
+    assert not offloads(role, "offload_optimizer")
     assert engine_settings(role, "float32", hidden=64, parameters=10)["zero_optimization"]["stage"] == 2
 
 
@@ -243,12 +243,48 @@ def test_layers_are_fused_only_where_the_order_of_gradients_does_not_matter(zero
     assert may_fuse(role_of({"zero_optimization": zero})) is fuses
 
 
-def test_a_role_that_shares_its_devices_says_what_to_do() -> None:
-    role = role_of(offload={"parameters": True})
+@pytest.mark.parametrize(
+    ("stage", "offload", "places"),
+    [
+        (1, {"optimizer": True}, ["offload_optimizer"]),
+        (2, {"optimizer": True, "parameters": False}, ["offload_optimizer"]),
+        (3, {"parameters": True}, ["offload_param"]),
+        (3, {"optimizer": True, "parameters": True}, ["offload_optimizer", "offload_param"]),
+    ],
+)
+def test_offloading_becomes_deepspeeds(stage: int, offload: dict[str, bool], places: list[str]) -> None:
+    role = role_of({"zero_optimization": {"stage": stage}}, offload=offload)
+    DeepSpeedPlanner().check(role)
+    found = engine_settings(role, "float32", hidden=64, parameters=1000)
+    zero = found["zero_optimization"]
+    assert {place: zero[place] for place in places} == {place: {"device": "cpu"} for place in places}
+    assert sorted(place for place in zero if place.startswith("offload")) == places
+    assert found.get("zero_force_ds_cpu_optimizer", True) is ("offload_optimizer" not in places)
+
+
+@pytest.mark.parametrize(
+    ("zero", "offload", "message"),
+    [
+        (
+            {"stage": 0},
+            {"optimizer": True},
+            "trainer.offload.optimizer at stage 0; it needs stage 1 or more: set "
+            "trainer.deepspeed.zero_optimization.stage=1, or set trainer.offload.optimizer=false",
+        ),
+        ({"stage": 2}, {"parameters": True}, "trainer.offload.parameters at stage 2; it needs stage 3"),
+        (
+            {"offload_optimizer": {"device": "none"}},
+            {"optimizer": True},
+            "offload_optimizer.device 'none' with trainer.offload.optimizer true; they must agree",
+        ),
+    ],
+)
+def test_offloading_that_the_stage_or_the_file_excludes_is_refused(
+    zero: dict[str, Any], offload: dict[str, bool], message: str
+) -> None:
     with pytest.raises(TrainerUnsupported) as caught:
-        DeepSpeedPlanner().check(role)
-    for part in ("trainer.offload.parameters and trainer.offload.optimizer to false", "devices of its own", "fsdp2"):
-        assert part in str(caught.value)
+        engine_settings(role_of({"zero_optimization": zero}, offload=offload), "float32", hidden=64, parameters=1000)
+    assert message in str(caught.value)
 
 
 def test_values_that_agree_are_taken() -> None:

@@ -1,8 +1,8 @@
 """Judges whether the memory that each role of a run needs fits. Pure."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
@@ -257,6 +257,8 @@ def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable
         found.append(keep_one)
     if not trainer.activation_checkpointing and fits(activation_checkpointing=True):
         found.append(f"{checkpointing}=true")
+    if trainer.kind == "deepspeed":
+        found += _deepspeed_settings_that_fit(role, lambda settings: fits(deepspeed=settings))
     count = trainer.ranks * 2
     while count <= 1024 and not fits(kept=0, ranks=count, replicas=1):  # several ranks keep no forward pass
         count *= 2
@@ -275,6 +277,23 @@ def settings_that_fit(config: Config, role: TrainRole, ranks: RankMemory, usable
     if role.model.adapter is None:
         found.append(f"{role.field('model.adapter')} (LoRA)")
     return "set " + ", or ".join(found) if found else "use a smaller model, or GPUs with more memory"
+
+
+def _deepspeed_settings_that_fit(role: TrainRole, fits: Callable[[dict[str, Any]], bool]) -> list[str]:
+    """The lowest higher stage of ZeRO that fits; else the lowest stage that fits with state in host memory."""
+    given = role.trainer.deepspeed or {}
+    zero = dict(given.get("zero_optimization") or {})
+    stage = zero.get("stage", 2)
+    in_host_memory = {"offload_optimizer": {"device": "cpu"}}
+    further = {**in_host_memory, "offload_param": {"device": "cpu"}}
+    tried: list[tuple[int, dict[str, Any]]] = [(each, {}) for each in range(stage + 1, 4)]
+    tried += [(each, in_host_memory) for each in range(max(1, stage), 4)] + [(3, further)]
+    for each, offload in tried:
+        if fits({**given, "zero_optimization": {**zero, "stage": each, **offload}}):
+            path = role.field("trainer.deepspeed.zero_optimization")
+            changes = [f"{path}.stage={each}"] if each != stage else []
+            return [" with ".join([*changes, *(f"{path}.{place}.device=cpu" for place in offload)])]
+    return []
 
 
 def _rank_fields_of_others(config: Config, role: TrainRole) -> list[str]:

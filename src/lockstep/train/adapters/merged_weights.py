@@ -1,5 +1,6 @@
 """Computes the weights that engines and exports get from the trainer: merges adapters into this rank's rows."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,8 +19,10 @@ from lockstep.models.lora import (
 from lockstep.models.model_loader import dequantized_shape, dequantized_weight
 from lockstep.models.policy_model import PolicyModel, hf_name
 from lockstep.train.distributed import ParallelContext, shard_rows
-from lockstep.train.fsdp.parallelize import local_shard
 from lockstep.train.lazy_weights import LazyWeight
+
+HeldRows = Callable[[Mapping[str, nn.Parameter]], dict[str, LazyWeight]]
+"""Returns this rank's rows of some parameters, by name. All ranks call it with the same parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,15 @@ class _AdaptedLayer:
 
 
 class MergedWeights:
-    """A policy's weights with the adapter merged. Create it while none of the policy's layers is gathered."""
+    """A policy's weights with the adapter merged. Create it while none of the policy's layers is gathered.
 
-    def __init__(self, policy: PolicyModel, ranks: ParallelContext) -> None:
-        self.ranks = ranks
+    Args:
+        ranks: the ranks as holders of the model's parameters.
+        held: how a rank reads its rows of parameters.
+    """
+
+    def __init__(self, policy: PolicyModel, ranks: ParallelContext, held: HeldRows) -> None:
+        self.ranks, self.held = ranks, held
         self.weights: dict[str, nn.Parameter] = dict(named_weights(policy))
         """The model's weights, by their names in checkpoints."""
         self.adapter: dict[str, nn.Parameter] = dict(named_adapter(policy))
@@ -76,54 +84,51 @@ class MergedWeights:
         All ranks call it: each gathers the whole adapter, because a row of `B A` needs all of A.
         """
         whole, saved = self.gather_adapter(), {id(parameter) for parameter in self.saved.values()}
-        found = {}
-        for name, parameter in self.weights.items():
-            layer, rows = self._layers.get(name), partial(self._unmerged, name)
+        found = self.held(self.weights)
+        for name, module in self._quantized.items():
+            found[name] = LazyWeight(self.shape(name), partial(dequantized_weight, module))
+        for name, weight in found.items():
+            layer, rows = self._layers.get(name), weight.rows
             if layer is not None:
                 magnitude = None if layer.magnitude is None else whole[layer.magnitude]
                 factors = LowRankFactors(whole[layer.down], whole[layer.up], layer.scaling, magnitude, layer.transposed)
-                first = self.ranks.rows(parameter.shape[0])[0]
-                rows = partial(self._merged, factors, name, first)
-            constant = bool(whole) and layer is None and id(parameter) not in saved
-            found[name] = LazyWeight(self.shape(name), rows, constant)
+                rows = partial(_merge, factors, weight.rows, self.ranks.rows(weight.shape[0])[0])
+            constant = bool(whole) and layer is None and id(self.weights[name]) not in saved
+            found[name] = LazyWeight(weight.shape, rows, constant)
         return found
-
-    def _unmerged(self, name: str) -> Tensor:
-        module = self._quantized.get(name)
-        return local_shard(self.weights[name]) if module is None else dequantized_weight(module)
-
-    @torch.no_grad()
-    def _merged(self, factors: LowRankFactors, name: str, first: int) -> Tensor:
-        return factors.merged(self._unmerged(name), first)
 
     @torch.no_grad()
     def gather_adapter(self) -> dict[str, Tensor]:
-        """Gathers the whole adapter on every rank, in float32. With one rank, returns the trainer's own memory. Empty
-        without an adapter."""
-        if self.ranks.world == 1 or not self.adapter:
-            return {name: local_shard(parameter) for name, parameter in self.adapter.items()}
-        shards = self.ranks.shards
-        chunks = {name: shard_rows(0, shards, parameter.shape[0])[1] for name, parameter in self.adapter.items()}
-        parts = [_pad_rows(local_shard(parameter), chunks[name]).flatten() for name, parameter in self.adapter.items()]
+        """Gathers the whole adapter on every rank, in float32. If this rank holds all of it, returns the trainer's own
+        memory where that is float32. Empty without an adapter."""
+        held, shards = self.held(self.adapter), self.ranks.shards
+        if shards == 1 or not held:
+            return {name: part.rows().float() for name, part in held.items()}
+        chunks = {name: shard_rows(0, shards, part.shape[0])[1] for name, part in held.items()}
+        parts = [_pad_rows(part.rows().float(), chunks[name]).flatten() for name, part in held.items()]
         gathered = self.ranks.gather_flat(torch.cat(parts), why="the adapter, to merge it")
         whole, at = {}, 0
-        for name, parameter in self.adapter.items():
-            rest = tuple(parameter.shape[1:])
+        for name, part in held.items():
+            rest = part.shape[1:]
             size = chunks[name] * torch.Size(rest).numel()
-            whole[name] = gathered[:, at : at + size].reshape(-1, *rest)[: parameter.shape[0]]
+            whole[name] = gathered[:, at : at + size].reshape(-1, *rest)[: part.shape[0]]
             at += size
         return whole
 
     def gather_saved(self) -> dict[str, Tensor]:
         """Gathers the weights that are trained in full along with an adapter, on the CPU of rank 0; returns nothing on
-        other
-        ranks. Tied weights appear under each of their names. All ranks call it."""
+        other ranks. Tied weights appear under each of their names. All ranks call it."""
         found: dict[str, Tensor] = {}
-        for name, parameter in self.saved.items():
-            whole = self.ranks.gather_rows(local_shard(parameter), parameter.shape[0], why=f"export {name}")
+        for name, part in self.held(self.saved).items():
+            whole = self.ranks.gather_rows(part.rows(), part.shape[0], why=f"export {name}")
             if whole is not None:
                 found |= {alias: whole.clone() for alias in self._saved_names[name]}
         return found
+
+
+@torch.no_grad()
+def _merge(factors: LowRankFactors, rows: Callable[[], Tensor], first: int) -> Tensor:
+    return factors.merged(rows(), first)
 
 
 def _pad_rows(rows: Tensor, count: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""What the kinds of trainers share about adapters, however they shard a model."""
