@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base.folders import new_run_id
-from lockstep.cluster.rendezvous_store import RendezvousStoreProcess
+from lockstep.cluster.rendezvous_store import RendezvousStoreProcess, open_store
 from lockstep.train import distributed
 from lockstep.train.distributed import RanksMissing, wait_for_ranks
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
@@ -44,7 +44,9 @@ def store(tmp_path: Path, kind: str) -> Iterator[str]:
         return
     made = RendezvousStoreProcess("127.0.0.1", None, tmp_path)
     try:
-        yield made.serve()
+        url = made.serve()
+        open_store(url, "test", 120.0)  # the bound of the ranks is too short for its process to import torch
+        yield url
     finally:
         made.close()
 
@@ -64,7 +66,8 @@ def store(tmp_path: Path, kind: str) -> Iterator[str]:
     ],
 )  # fmt: skip
 def test_missing_ranks_are_named_by_every_rank_that_joined(tmp_path: Path, store: str, coming: tuple[int, ...]) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "lockstep.train.trainer_service"])
     imported = context.Barrier(len(coming))
     ranks = [context.Process(target=_rank, args=(tmp_path, store, rank, imported), daemon=True) for rank in coming]
     for each in ranks:

@@ -1,60 +1,21 @@
 """A policy that FSDP2 shards over two gloo ranks: each rank loads its rows, and the result equals the unsharded
 model."""
 
-import os
-import socket
-import subprocess
-import sys
+import multiprocessing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-
-RANK_CODE = """
-import os, sys
-from pathlib import Path
-import torch
 import torch.distributed as dist
-from datetime import timedelta
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.device_mesh import init_device_mesh
+
 from lockstep.config.model import ModelConfig
 from lockstep.data.row_layout import RowLayout
 from lockstep.models import logprob_head
+from lockstep.models.hf_checkpoint import fill_policy, local_row_range, named_weights
 from lockstep.models.model_loader import load_policy
 from lockstep.models.packing_probe import probe_packing
-from lockstep.models.hf_checkpoint import fill_policy, local_row_range, named_weights
-
-logprob_head.DIRECT_ELEMENTS = 0
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-mesh = init_device_mesh("cpu", (world,))
-for case in sys.argv[1:]:
-    folder, reshard = case.rsplit(':', 1)
-    policy = load_policy(ModelConfig(path=folder), "cpu", meta=True)
-    for layer in policy.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard == "True")
-    fully_shard(policy, mesh=mesh, reshard_after_forward=reshard == "True")
-    report = fill_policy(policy, Path(folder), "cpu")
-    assert not report.missing and not report.unexpected, report
-    mode = probe_packing(policy).mode
-    torch.manual_seed(rank)
-    layout = RowLayout([5, 4, 3, 6], [-1, 0, 0, -1])
-    tokens = torch.randint(2, 90, (layout.tokens,))
-    sources = torch.tensor([4, 5, 6, 7, 4, 9, 10, 12, 13])
-    targets = torch.randint(2, 90, (len(sources),))
-    logprobs, entropies = policy(tokens, layout, sources, targets, 0.9, 4, True)
-    ((logprobs * torch.linspace(-1, 1, len(sources))).sum() + 0.1 * entropies.sum()).backward()
-    rows = {name: local_row_range(parameter.data) for name, parameter in named_weights(policy)}
-    grads = {name: parameter.grad.full_tensor() for name, parameter in named_weights(policy)}
-    torch.save(
-        {"mode": mode, "logprobs": logprobs.detach(), "tokens": tokens, "targets": targets}
-        | {"grads": grads, "rows": rows},
-        f"{folder}.{rank}.pt",
-    )
-dist.destroy_process_group()
-"""
-
+from lockstep.models.tiny_model import make_tiny
 
 CASES = [("qwen2", True, True), ("llama", False, False)]
 """(family, tied embeddings, reshard after forward)"""
@@ -64,38 +25,63 @@ def case_id(case: tuple[str, bool, bool]) -> str:
     return "-".join(map(str, case))
 
 
+def _rank(rank: int, world: int, port: int, cases: dict[str, bool]) -> None:
+    """Computes all cases, by folder and whether weights are resharded after the forward, into `FOLDER.RANK.pt`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    logprob_head.DIRECT_ELEMENTS = 0
+    store = dist.TCPStore("127.0.0.1", port, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (world,))
+    for folder, reshard in cases.items():
+        policy = load_policy(ModelConfig(path=folder), "cpu", meta=True)
+        for layer in policy.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=reshard)
+        report = fill_policy(policy, Path(folder), "cpu")
+        assert not report.missing and not report.unexpected, report
+        mode = probe_packing(policy).mode
+        torch.manual_seed(rank)
+        layout = RowLayout([5, 4, 3, 6], [-1, 0, 0, -1])
+        tokens = torch.randint(2, 90, (layout.tokens,))
+        sources = torch.tensor([4, 5, 6, 7, 4, 9, 10, 12, 13])
+        targets = torch.randint(2, 90, (len(sources),))
+        logprobs, entropies = policy(tokens, layout, sources, targets, 0.9, 4, True)
+        ((logprobs * torch.linspace(-1, 1, len(sources))).sum() + 0.1 * entropies.sum()).backward()
+        rows = {name: local_row_range(parameter.data) for name, parameter in named_weights(policy)}
+        grads = {name: parameter.grad.full_tensor() for name, parameter in named_weights(policy)}
+        torch.save(
+            {"mode": mode, "logprobs": logprobs.detach(), "tokens": tokens, "targets": targets}
+            | {"grads": grads, "rows": rows},
+            f"{folder}.{rank}.pt",
+        )
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The tiny models and, next to each, the results of two ranks in `FOLDER.RANK.pt`. The ranks start once for all
     cases."""
-    from lockstep.models.tiny_model import make_tiny
-
     base = tmp_path_factory.mktemp("sharded")
     made = {
         case_id(case): make_tiny(base / case_id(case), family=case[0], tie_embeddings=case[1], hidden=32, ffn=48)
         for case in CASES
     }
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    arguments = [f"{made[case_id(case)]}:{case[2]}" for case in CASES]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK_CODE, *arguments],
-            env=os.environ | shared | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=150)
-            assert rank.returncode == 0, errors[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "lockstep.train.trainer_service"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cases = {str(made[case_id(case)]): case[2] for case in CASES}
+    ranks = [context.Process(target=_rank, args=(rank, 2, store.port, cases), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(150)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0, 0]
     return made
 
 
@@ -103,12 +89,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_sharded_policy_equals_an_unsharded_one(
     folders: dict[str, Path], case: tuple[str, bool, bool], monkeypatch
 ) -> None:
-    from lockstep.config.model import ModelConfig
-    from lockstep.data.row_layout import RowLayout
-    from lockstep.models import logprob_head
-    from lockstep.models.hf_checkpoint import named_weights
-    from lockstep.models.model_loader import load_policy
-
     folder = folders[case_id(case)]
     found = [torch.load(f"{folder}.{rank}.pt") for rank in range(2)]
     unsharded = load_policy(ModelConfig(path=str(folder)), "cpu")

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from lockstep import recipes
-from lockstep.cli import app
+from lockstep.__main__ import main
 from lockstep.config.algorithm import CrossEntropy, FilterGroups
 from lockstep.config.recipes import RECIPES
 from lockstep.config.reward import RewardConfig
@@ -80,4 +80,4 @@ RECIPES["best_of_n"] = BestOfNConfig
 recipes.LOOPS[BestOfNConfig] = best_of_n
 
 if __name__ == "__main__":
-    app()
+    main()

@@ -18,9 +18,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.base.errors import ForkedWorker
 from lockstep.run.planning import worker_preload
 
-PRELOAD = ("torch", "transformers", "pandas", "matplotlib.figure", "lockstep.cli.train_run", "lockstep.cli.top")
+PRELOAD = (
+    *worker_preload.PRELOAD_MODULES["builtin"], "pandas", "matplotlib.figure", "lockstep.cli.train_run",
+    "lockstep.cli.top",
+)  # fmt: skip
 PR_SET_PDEATHSIG = 1
 STOP_WHEN, TRAINER = "LOCKSTEP_TEST_STOP_WHEN", "LOCKSTEP_TEST_TRAINER"
 TRAINER_KIND = "LOCKSTEP_TEST_TRAINER_KIND"
@@ -65,7 +69,6 @@ def become(request: dict, control: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = ["lockstep", *request["argv"]]
-    worker_preload.prepare_agent = lambda preload: None  # `sitecustomize` below is for fork servers that import anew
     add_recipe((request["hold"] or {}).get("recipe"))
     add_trainer_kind((request["hold"] or {}).get("trainer_kind"))
     match request["hold"]:
@@ -81,15 +84,18 @@ def become(request: dict, control: socket.socket) -> None:
             refuse_more(ranks)
         case {"midway": folder}:
             read_midway(folder)
-    from lockstep.cli import app
+    from lockstep.cli import OWN_PROCESS, app
 
     try:
-        app()
+        app(obj=OWN_PROCESS)
+    except ForkedWorker as worker:
+        run = worker.run
     except SystemExit as end:
         # End at once, without the second that the interpreter needs to unload torch.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(end.code if isinstance(end.code, int) else int(bool(end.code)))
+    run()
 
 
 def add_recipe(module: str | None) -> None:
@@ -104,7 +110,7 @@ def add_trainer_kind(module: str | None) -> None:
     """Registers a kind of trainer of the contract tests, such as `replicated_trainer`, here and in the workers."""
     if module is not None:
         contract, stop = Path(__file__).parents[1] / "contract", with_sitecustomize(TRAINER_KIND, module)
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(contract), os.environ["PYTHONPATH"]])
+        add_python_path(contract)
         sys.path.insert(0, str(contract))
         import_sitecustomize(stop)
         sys.path.pop(0)
@@ -156,8 +162,7 @@ def read_midway(folder: str) -> None:
 
     WEIGHT_READERS["complete"] = "stalling_reader:complete"
     os.environ[MIDWAY] = folder
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    add_python_path(Path(__file__).parent)
 
 
 def import_sitecustomize(folder: Path) -> None:
@@ -172,8 +177,15 @@ def with_sitecustomize(variable: str, value: str) -> Path:
     """Lets processes that this one starts import `stop/sitecustomize.py`, which does what the variable says."""
     folder = Path(__file__).with_name("stop")
     os.environ[variable] = value
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    add_python_path(folder)
     return folder
+
+
+def add_python_path(folder: Path) -> None:
+    """Lets processes that this one starts import modules of the folder. Workers are then forked from a process that
+    imports everything anew, because one forked from this process has its path."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    worker_preload.prepare_agent = lambda preload: None
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ first engine is a member of the channel; the others load it from host memory."""
 from collections.abc import Sequence
 from functools import partial
 
-from lockstep.cli import app
+from lockstep.__main__ import main
 from lockstep.cluster.protocol import Worker
 from lockstep.run import weight_sync
 from lockstep.run.weight_sync import ChannelSettings, DeviceWeightSync
@@ -21,4 +21,4 @@ weight_sync.select_device_transport = lambda *_: DeviceTransportChoice("nccl", "
 weight_sync.ChannelSettings = partial(ChannelSettings, backend="gloo")
 
 if __name__ == "__main__":
-    app()
+    main()

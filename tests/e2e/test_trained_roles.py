@@ -259,7 +259,7 @@ def adapters(pair: Pair, adapter: dict[str, Any], **changes: Any) -> dict[str, A
 
 @pytest.mark.slow
 def test_one_of_the_trained_models_is_exported(pair: Pair, tmp_path: Path) -> None:
-    command = "import two_roles; from lockstep.cli import app; app()"
+    command = "import two_roles; from lockstep.__main__ import main; main()"
     for role, export in (("critic", "critic/export"), ("policy", "export")):
         subprocess.run(
             [sys.executable, "-c", command, "export", str(pair.run), str(tmp_path / role), "--role", role],

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from lockstep import recipes
-from lockstep.cli import app
+from lockstep.__main__ import main
 from lockstep.config.algorithm import CrossEntropy, TrainerOutput
 from lockstep.config.model import ModelConfig
 from lockstep.config.recipes import RECIPES
@@ -136,4 +136,4 @@ RECIPES["two_roles"] = TwoRolesConfig
 recipes.LOOPS[TwoRolesConfig] = two_roles
 
 if __name__ == "__main__":
-    app()
+    main()

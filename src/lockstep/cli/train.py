@@ -88,10 +88,11 @@ def command(
     if not dry_run and (config is None or config.report.console):
         show_progress(f"{_described(config, resume, parent)}: loading libraries")
     agent = None
-    if config is not None and not dry_run and context.obj == OWN_PROCESS:
+    chosen = _stored_config(resume, values) if config is None and resume is not None else config
+    if chosen is not None and not dry_run and context.obj == OWN_PROCESS:
         from lockstep.run.planning.worker_preload import preload_and_prepare_agent
 
-        agent = preload_and_prepare_agent(config)
+        agent = preload_and_prepare_agent(chosen)
     # Imported only now, so that a misspelt key is reported without the seconds that importing torch takes.
     from lockstep.cli.train_run import run_training, show_plan
 
@@ -100,6 +101,19 @@ def command(
 
         raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus, parent))
     raise typer.Exit(run_training(config, resume, values, agent, parent))
+
+
+def _stored_config(run: Path, overrides: list[str]) -> "RunConfig | None":
+    """The config with which a run resumes, or None if it cannot be read, which preparing the run reports."""
+    from lockstep.config.loader import apply_overrides, check_config
+    from lockstep.ledger.errors import LedgerError
+    from lockstep.ledger.ledger import Ledger
+
+    try:
+        with Ledger.reader(run) as ledger:
+            return check_config(apply_overrides(ledger.config(), overrides), source=str(run))
+    except (LedgerError, ValueError, OSError):
+        return None
 
 
 def _described(config: "RunConfig | None", resume: Path | None, parent: str | None) -> str:

@@ -3,11 +3,14 @@
 import re
 import shlex
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import _COMMANDS, _FILES, app
+from lockstep.cli.train import _stored_config
+from lockstep.ledger.ledger import Ledger
 
 
 @pytest.mark.parametrize("name", _COMMANDS)
@@ -52,3 +55,16 @@ def test_an_unknown_option_is_refused_with_what_to_type(line: str, hint: str) ->
     refused = CliRunner().invoke(app, shlex.split(line))
     assert refused.exit_code == 2
     assert hint in refused.stderr
+
+
+def test_a_resumed_run_is_prepared_with_the_config_of_its_ledger(tmp_path: Path) -> None:
+    """With the overrides. What cannot be read is None: preparing the run says why."""
+    stored = {
+        "recipe": "sft", "name": "run", "steps": 4, "model": {"path": "model"}, "data": {"path": "data.jsonl"},
+    }  # fmt: skip
+    Ledger.create(tmp_path / "run", stored).close()
+    found = _stored_config(tmp_path / "run", ["steps=6", "cluster.device=cpu"])
+    assert found is not None
+    assert (found.recipe, found.steps, found.cluster.device) == ("sft", 6, "cpu")
+    assert _stored_config(tmp_path / "run", ["stepps=6"]) is None
+    assert _stored_config(tmp_path / "missing", []) is None
