@@ -60,6 +60,8 @@ class ModelFacts:
     adapter: AdapterFacts | None = None
     router_aux_loss: float = 0.0
     """Coefficient of the routers' auxiliary loss; 0 for none."""
+    layout_refusal: str | None = None
+    """Why the model cannot take rows of several segments; None if the rank has to find out."""
 
 
 def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
@@ -88,6 +90,7 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         root=total - sum(layers),
         adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
         router_aux_loss=_router_coefficient(cfg, policy),
+        layout_refusal=policy.layout_refusal,
     )
 
 
