@@ -19,11 +19,12 @@ from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.run_plan import RunPlan
 from lockstep.train.decoder_layers import has_compiler
 
-SAVED_S = 40e-9
-"""CPU seconds that compiled layers save for one value of a token's hidden state in one layer, forward and backward."""
+SAVED_S, SAVED_FUSED_S = 40e-9, 10e-9
+"""CPU seconds that compiled layers save for one value of a token's hidden state in one layer, forward and backward:
+against the model's own layers, and against fused ones (`lockstep.models.fused_decoder`)."""
 COMPILE_S, COMPILE_LAYER_S = 20.0, 2.0
-"""CPU seconds that compiling takes once per rank: for the first layer, and for each further one. This and `SAVED_S` are
-on the careful side of what `python -m benchmarks.compile_cost` measures; docs/performance.md has the figures."""
+"""CPU seconds that compiling takes once per rank: for the first layer, and for each further one. All of these
+are on the careful side of what `python -m benchmarks.compile_cost` measures; docs/performance.md has the figures."""
 MARGIN = 2.0
 """Compiling must save this many times its cost: a run may end early, and lengths are estimated."""
 GENERATED_SHARE = 0.25
@@ -99,7 +100,8 @@ def weigh(tokens: float, model: ModelFacts, threads: int) -> CompileChoice:
         tokens: that one rank trains on in the whole run.
         threads: of one rank; compiling uses one.
     """
-    saved = tokens * model.layers * model.hidden * SAVED_S / threads
+    per_value = SAVED_FUSED_S if model.fused_layers else SAVED_S
+    saved = tokens * model.layers * model.hidden * per_value / threads
     cost = COMPILE_S + COMPILE_LAYER_S * (model.layers - 1)
     pays = saved >= MARGIN * cost
     figures = f"saves about {saved:,.0f} s in {tokens:,.0f} tokens per rank and costs about {cost:,.0f} s"

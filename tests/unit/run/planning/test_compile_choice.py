@@ -54,13 +54,17 @@ def test_layers_are_compiled_only_where_the_gain_is_known() -> None:
     assert "deepspeed" in str(compile_obstacle(deepspeed, MODEL, "cpu", True, True))
 
 
-@given(tokens=st.floats(1, 1e9), layers=st.integers(1, 80), hidden=st.integers(16, 8192), threads=st.integers(1, 64))
+@given(
+    tokens=st.floats(1, 1e9), layers=st.integers(1, 80), hidden=st.integers(16, 8192), threads=st.integers(1, 64),
+    fused=st.booleans(),
+)  # fmt: skip
 def test_compiling_pays_from_a_length_on_that_depends_on_model_and_threads(
-    tokens: float, layers: int, hidden: int, threads: int
+    tokens: float, layers: int, hidden: int, threads: int, fused: bool
 ) -> None:
-    model = replace(MODEL, layers=layers, hidden=hidden)
+    model = replace(MODEL, layers=layers, hidden=hidden, fused_layers=fused)
+    per_value = compile_choice.SAVED_FUSED_S if fused else compile_choice.SAVED_S
     cost = compile_choice.COMPILE_S + compile_choice.COMPILE_LAYER_S * (layers - 1)
-    least = MARGIN * cost * threads / (layers * hidden * compile_choice.SAVED_S)
+    least = MARGIN * cost * threads / (layers * hidden * per_value)
     assert weigh(1.01 * least, model, threads).compile == "layers"
     assert weigh(0.99 * least, model, threads).compile == "off"
     if weigh(tokens, model, threads).compile == "layers":
@@ -135,6 +139,7 @@ def test_ranks_get_what_was_chosen_and_the_user_reads_why(home: Path, tmp_path: 
     short = prepare_run(local(home), None)
     assert any(note.startswith("trainer.compile auto is off: compiling saves about 0 s") for note in short.notes)
     assert started_with(short, tmp_path / "short") == "off"
+    assert short.model.fused_layers
     long = prepare_run(local(home, steps=100_000_000, trainer={"compile": "auto", "threads": 1}), None)
     (note,) = [note for note in long.notes if "compile" in note]
     assert note.startswith("trainer.compile auto is layers: compiling saves about")
