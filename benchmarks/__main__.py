@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import ppo_beside_grpo, step_losses
@@ -40,6 +41,8 @@ def main() -> None:
     options = arguments()
     folder: Path = options.out or ROOT / "build" / "benchmark" / time.strftime("%Y%m%d-%H%M%S")
     works = [WORKS[name] for name in options.works if name in WORKS]
+    if options.side:
+        works = [replace(work, sides=tuple(side for side in work.sides if side.name in options.side)) for work in works]
     model = MODEL
     if options.quick:
         works, model = [quick(work) for work in works], TOY
@@ -72,7 +75,7 @@ def main() -> None:
                 measure_generation(folder, Path(scratch), tell, options.generation_repeats)
             if ASYNC in options.works:
                 run_ahead(repeats, Path(scratch), folder / RAW, tell, small=options.quick)
-    text = report(works if options.quick else list(WORKS.values()), read(folder))
+    text = report(works if options.quick or options.side else list(WORKS.values()), read(folder))
     (folder / TABLE).write_text(text)
     if options.docs:
         into_page(options.docs, text)
@@ -92,6 +95,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--generation-repeats", type=int, default=2, help="of generation alone (default 2)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: build/benchmark/DATE-TIME")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
+    parser.add_argument("--side", action="append", metavar="NAME", help="only these sides of the workloads; repeatable")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--quick", action="store_true", help="one tiny repeat")
     options = parser.parse_args()

@@ -6,8 +6,9 @@ All variants process the same tokens in one process with one thread, in turns; m
 printed. `lockstep` is packing and the optimizer step of `FSDP2Trainer` with its defaults; `malloc default` the same
 with the C library's default allocation; `compiled` (with `--compile`) uses `trainer.compile: layers`, whose first step
 is reported separately; `padded` is the forward and backward of transformers for the mean log-likelihood, on one
-left-padded batch per micro-batch. As allocation settings last for the process, `tune_malloc` is undone and redone
-between turns."""
+left-padded batch per micro-batch. For documents, `bfd` is the same on rows packed as by TRL's `bfd`, and torch's
+fused AdamW: what a trainer with the model of transformers needs at least. As allocation settings last for the process,
+`tune_malloc` is undone and redone between turns."""
 
 import argparse
 import ctypes
@@ -117,6 +118,44 @@ class PaddedStep:
         return tokens, mask
 
 
+class BfdStep:
+    """Forward and backward of transformers over documents in packed rows, without padding, and fused AdamW.
+
+    A row is the best fit for the next document, the longest first, as in TRL's `bfd`; positions that begin at 0 again
+    tell transformers where the documents are.
+    """
+
+    def __init__(self, work: Work, model: Path) -> None:
+        self._lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._optimizer = torch.optim.AdamW(self._lm.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+        documents = sorted((tree[0].tokens for tree in trees(work)), key=len, reverse=True)
+        rows: list[list[np.ndarray]] = []
+        for document in documents:
+            room = {number: work.max_tokens - sum(map(len, row)) - len(document) for number, row in enumerate(rows)}
+            fitting = {number: left for number, left in room.items() if left >= 0}
+            if fitting:
+                rows[min(fitting, key=lambda number: fitting[number])].append(document)
+            else:
+                rows.append([document])
+        self.rows = [self._packed(row) for row in rows]
+
+    def __call__(self) -> None:
+        targets = sum(int((positions > 0).sum()) for _, positions in self.rows)
+        for tokens, positions in self.rows:
+            logits = self._lm(tokens, position_ids=positions, use_cache=False).logits[0, :-1]
+            found = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+            (found * (positions[0, 1:] > 0)).sum().div(targets).backward()
+        torch.nn.utils.clip_grad_norm_(self._lm.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    @staticmethod
+    def _packed(documents: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+        tokens = torch.from_numpy(np.concatenate(documents)).long()
+        positions = torch.cat([torch.arange(len(document)) for document in documents])
+        return tokens[None], positions[None]
+
+
 def default_malloc() -> None:
     """Undo `tune_malloc`: restore glibc's initial thresholds."""
     libc = ctypes.CDLL(None)
@@ -147,6 +186,8 @@ def measure(work: Work, repeats: int, compiled: bool = False) -> dict[str, Any]:
             once["compile"] = cpu_seconds(fast)
             ways["compiled"] = (fast, True)
         ways["padded"] = (padded, False)
+        if work.kind == "sft":
+            ways["bfd"] = (BfdStep(work, folder / "model"), True)
     floor = TrainingFloor(padded._lm, work)
     ways["floor"] = (torch.inference_mode()(floor.run), True)
     taken: dict[str, list[float]] = {name: [] for name in ways}

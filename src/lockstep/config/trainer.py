@@ -94,9 +94,9 @@ class TrainerConfig(Section):
     max_grad_norm: float | None = Field(1.0, gt=0)
     head_chunk: int = Field(1024, gt=0)
     """Target positions per chunk of the head and loss: `[chunk, vocabulary]` is the largest logits tensor."""
-    compile: Annotated[Literal["off", "layers"], FALSE_AS_OFF] = "off"
+    compile: Annotated[Literal["off", "layers", "auto"], FALSE_AS_OFF] = "off"
     """`layers` compiles the decoder layers with torch.compile (needs a C++ compiler on the CPU): some CPU seconds once
-    per rank, then faster steps."""
+    per rank, then faster steps. `auto` does so where the run is long enough for it to pay."""
     malloc: Literal["tuned", "default"] = "tuned"
     """`tuned` lets the C library keep freed memory between steps (glibc; faster steps on the CPU, while the process
     stays at its peak memory)."""

@@ -99,7 +99,7 @@ def forest_attention(
     window = effective_window(module, attention_mask, kwargs, layout)
     kernels = next((each for each in (CPU_KERNELS, CUDA_KERNELS) if each.supports(query, value)), None)
     if kernels is not None and window is None and softcap is None and sinks is None and not dropout:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         return merged_attention(q, k, v, subset, scale, kernels)[None], None
     return _masked_attention(query, key, value, layout, window, dropout, scale, softcap, sinks), None
 

@@ -62,16 +62,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        activated = F.silu(gate)
+        ctx.save_for_backward(gate, up, activated)
+        return activated * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
+        gate, up, activated = ctx.saved_tensors
         grad_silu = grad * up
         grad_gate = _silu_backward.grad_input(grad_silu, gate, grad_input=grad_silu)
-        return grad_gate, F.silu(gate).mul_(grad)
+        return grad_gate, grad * activated
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -138,6 +139,53 @@ class _Projections(torch.autograd.Function):
         return grad_x, *found
 
 
+def normed_projections(norm: Any, modules: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+    """Returns `x [tokens, size]` for the residual connection, and the outputs of several linear layers for its norm.
+    The gradients of both are added in the pass that computes the norm's."""
+    if torch.compiler.is_compiling() or any(type(module) is not nn.Linear for module in modules):
+        return x, *linear_projections(modules, _apply_norm(norm, x))
+    parts = [part for module in modules for part in (module.weight, module.bias)]
+    outputs: tuple[Tensor, ...] = _NormedProjections.apply(x, norm.weight, norm.variance_epsilon, *parts)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _NormedProjections(torch.autograd.Function):
+    """y = u (W diag(w))^T + b with u = x r and r as in `_RMSNorm`. The norm's weight w is multiplied into W, which is
+    smaller than x. With g = dL/du: dx = r (g - u mean(u g)), and dW = D diag(w), dw = sum(D W) for D = dy^T u."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, *parts: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parts[::2], parts[1::2]
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        unit = x * inverse
+        ctx.save_for_backward(unit, inverse, norm, *weights)
+        outputs = (F.linear(unit, weight * norm, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[operator]
+        return x.view_as(x), *outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        unit, inverse, norm, *weights = ctx.saved_tensors
+        wants_x, wants_norm, _, *wants = ctx.needs_input_grad
+        found: list[Tensor | None] = []
+        grad_norm = torch.zeros_like(norm) if wants_norm else None
+        for grad, weight, wants_weight, wants_bias in zip(grads, weights, wants[::2], wants[1::2], strict=True):
+            product = grad.t() @ unit if wants_weight or wants_norm else None
+            if grad_norm is not None and product is not None:
+                grad_norm += (product * weight).sum(0)
+            found += [product.mul_(norm) if wants_weight and product is not None else None]
+            found += [grad.sum(0) if wants_bias else None]
+        if not wants_x:
+            return None, grad_norm, None, *found
+        pull = grads[0] @ (weights[0] * norm)
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            pull.addmm_(grad, weight * norm)
+        mean = (pull * unit).sum(-1, keepdim=True)
+        pull.addcmul_(unit, mean, value=-1 / unit.shape[-1])
+        return torch.addcmul(grad_x, pull, inverse), grad_norm, None, *found
+
+
 def add_linear(total: Tensor, module: nn.Module, x: Tensor) -> Tensor:
     """Computes `total + module(x)`, in one operation if the module is a plain linear layer."""
     if type(module) is nn.Linear and getattr(module, "bias", None) is None:
@@ -180,7 +228,9 @@ class FusedDecoder:
             compiled = torch.compiler.is_compiling() and (subset is None or not last)
             if layout is None or not self.enabled or compiled:
                 return original_forward(hidden_states, *args, layout=layout, **kwargs)
-            return _layer_forward(layer, hidden_states[0], layout, subset if last else None, **kwargs)[None]
+            # squeeze(0) and not [0], whose gradient is copied into zeros
+            hidden = hidden_states.squeeze(0)
+            return _layer_forward(layer, hidden, layout, subset if last else None, **kwargs)[None]
 
         return forward
 
@@ -219,22 +269,25 @@ def _layer_forward(
 ) -> Tensor:
     """Computes a layer: `x [tokens, hidden]` to `[subset tokens, hidden]`."""
     attention, mlp = layer.self_attn, layer.mlp
-    normed = _apply_norm(layer.input_layernorm, x)
-    mixed = _layer_attention(attention, normed, layout, subset, attention_mask, position_embeddings)
+    x, mixed = _layer_attention(
+        attention, layer.input_layernorm, x, layout, subset, attention_mask, position_embeddings
+    )
     x = add_linear(x if subset is None else x.index_select(0, subset.index), attention.o_proj, mixed)
-    gate, up = linear_projections([mlp.gate_proj, mlp.up_proj], _apply_norm(layer.post_attention_layernorm, x))
+    x, gate, up = normed_projections(layer.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], x)
     return add_linear(x, mlp.down_proj, swiglu(gate, up))
 
 
 def _layer_attention(
     attention: Any,
+    norm: Any,
     x: Tensor,
     layout: RowLayout,
     subset: QuerySubset | None,
     mask: Tensor | None,
     position_embeddings: tuple[Tensor, Tensor],
-) -> Tensor:
-    """Computes attention without the output projection: `[tokens, hidden]` to `[subset tokens, heads * size]`."""
+) -> tuple[Tensor, Tensor]:
+    """Computes attention over the norm of `x [tokens, hidden]`, without the output projection. Returns x for the
+    residual connection, and `[subset tokens, heads * size]`."""
     cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
     # Qwen's layers have the window as an attribute; Mistral's is in the config.
     window_owner = attention if hasattr(attention, "sliding_window") else attention.config
@@ -242,27 +295,28 @@ def _layer_attention(
     has_window = forest_attention.effective_window(attention, mask, {"sliding_window": window}, layout) is not None
     queried = None if has_window else subset
     if queried is None:
-        q, k, v = linear_projections([attention.q_proj, attention.k_proj, attention.v_proj], x)
+        x, q, k, v = normed_projections(norm, [attention.q_proj, attention.k_proj, attention.v_proj], x)
         q_cos, q_sin = cos, sin
     else:
-        (q,) = linear_projections([attention.q_proj], x.index_select(0, queried.index))
-        k, v = linear_projections([attention.k_proj, attention.v_proj], x)
+        normed = _apply_norm(norm, x)
+        (q,) = linear_projections([attention.q_proj], normed.index_select(0, queried.index))
+        k, v = linear_projections([attention.k_proj, attention.v_proj], normed)
         q_cos, q_sin = (table.index_select(0, queried.index) for table in (cos, sin))
-    q, k, v = (x.view(len(x), -1, attention.head_dim) for x in (q, k, v))
+    q, k, v = (each.view(len(each), -1, attention.head_dim) for each in (q, k, v))
     if hasattr(attention, "q_norm"):
         q, k = _apply_norm(attention.q_norm, q), _apply_norm(attention.k_norm, k)
     q, k = apply_rotary(q, q_cos, q_sin), apply_rotary(k, cos, sin)
     mixed, _ = ALL_ATTENTION_FUNCTIONS[forest_attention.FOREST_ATTENTION](
         attention,
-        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        *(each.transpose(0, 1)[None] for each in (q, k, v)),
         mask,
         scaling=attention.scaling,
         layout=layout,
         subset=queried,
         sliding_window=window,
     )
-    output: Tensor = mixed[0].flatten(1)
-    return output if subset is None or queried is not None else output.index_select(0, subset.index)
+    output: Tensor = mixed.squeeze(0).flatten(1)
+    return x, output if subset is None or queried is not None else output.index_select(0, subset.index)
 
 
 def _apply_norm(module: Any, x: Tensor) -> Tensor:

@@ -60,6 +60,10 @@ class ModelFacts:
     adapter: AdapterFacts | None = None
     router_aux_loss: float = 0.0
     """Coefficient of the routers' auxiliary loss; 0 for none."""
+    layout_refusal: str | None = None
+    """Why the model cannot take rows of several segments; None if the rank has to find out."""
+    fused_layers: bool = False
+    """Whether the decoder layers have a fused forward, which is used in float32 on a CPU."""
 
 
 def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
@@ -88,6 +92,8 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         root=total - sum(layers),
         adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
         router_aux_loss=_router_coefficient(cfg, policy),
+        layout_refusal=policy.layout_refusal,
+        fused_layers=policy.fuse_layers() is None,
     )
 
 

@@ -153,14 +153,14 @@ class PolicyModel(nn.Module):
             raise ValueError(f"a row of {len(layout.lengths)} segments was given, but {self.layout_refusal}")
         if self.layout_refusal is not None:
             hidden: Tensor = self.backbone(input_ids=tokens[None], use_cache=False).last_hidden_state
-            return hidden[0]
+            return hidden.squeeze(0)
         positions = layout.positions().to(tokens.device).unsqueeze(-2)  # one row: [1, tokens] or [3, 1, tokens]
         subset_argument = {} if subset is None else {"subset": subset}
         with forest_attention.without_model_mask():
             hidden = self.backbone(
                 input_ids=tokens[None], position_ids=positions, layout=layout, use_cache=False, **subset_argument
             ).last_hidden_state
-        return hidden[0]
+        return hidden.squeeze(0)
 
 
 def hf_name(policy_name: str) -> str:

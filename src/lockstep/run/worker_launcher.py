@@ -122,7 +122,9 @@ class RunWorkerLauncher:
 
     def _trainer_spec(self, role: TrainRole, process: PlannedProcess, start: int, world: int) -> WorkerSpec:
         config = self.prepared.config
-        trainer = role.trainer.model_copy(update={"threads": process.threads, "ranks": world})
+        compiles = self.prepared.plan.compile.get(role.name, role.trainer.compile)
+        planned = {"threads": process.threads, "ranks": world, "compile": compiles}
+        trainer = role.trainer.model_copy(update=planned)
         folder = self.prepared.folder.absolute()  # workers on other nodes have another working folder
         arguments = {
             "role": role.model_copy(update={"trainer": trainer}).model_dump(mode="json"),

@@ -107,8 +107,13 @@ def compile_layers(policy: PolicyModel, device: torch.device) -> None:
 
 def require_compiler() -> None:
     """Raises CompilerMissing if torch would find no C++ compiler."""
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name):
+    if not has_compiler():
         raise CompilerMissing
+
+
+def has_compiler() -> bool:
+    """Whether torch would find a C++ compiler on this host."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
 
 
 def _fuse_layers(policy: PolicyModel, device: torch.device, compute: torch.dtype) -> str | None:

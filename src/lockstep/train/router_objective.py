@@ -20,7 +20,7 @@ def with_router_loss(objective: Objective, policy: PolicyModel, role: TrainRole)
     coefficient = router_coefficient(role.model, policy.config)
     if not coefficient:
         return objective
-    if role.trainer.compile != "off":
+    if role.trainer.compile == "layers":
         problem = "the routers of compiled layers cannot be recorded"
         raise ModelError(ROUTER_FIELD, coefficient, problem, "set it to 0, or trainer.compile to off")
     return RouterObjective(objective, RouterRecorder(policy, coefficient))

@@ -1,6 +1,7 @@
 """The vLLM engine: admits requests, runs vLLM's steps, and returns completions."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -324,13 +325,11 @@ class VllmEngine:
         return done
 
     def _append_tokens(self, tracked: TrackedRequest, output: Any) -> None:
-        logprobs = output.new_logprobs.logprobs[:, 0]
-        bad = np.flatnonzero(~np.isfinite(logprobs))
-        if len(bad):
-            raise BadLogits(
-                tracked.request.id, len(tracked.tokens) + int(bad[0]), float(logprobs[bad[0]]), self.version
-            )
-        tracked.append(output.new_token_ids, logprobs.tolist(), self.version)
+        logprobs = output.new_logprobs.logprobs[:, 0].tolist()
+        for place, logprob in enumerate(logprobs):  # mostly one, for which an operation on an array would take longer
+            if not isfinite(logprob):
+                raise BadLogits(tracked.request.id, len(tracked.tokens) + place, logprob, self.version)
+        tracked.append(output.new_token_ids, logprobs, self.version)
         self._tokens += len(output.new_token_ids)
 
     def _find_stopped(self, names: Sequence[str]) -> list[str]:

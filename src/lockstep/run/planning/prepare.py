@@ -32,6 +32,7 @@ from lockstep.rollout.environments.tools import chat_template_tools
 from lockstep.rollout.vllm.vllm_setup import check_installed
 from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.evaluation.early_stopping import stop_reason
+from lockstep.run.planning.compile_choice import choose_compilation
 from lockstep.run.planning.input_files import check_inputs
 from lockstep.run.planning.parent_run import ParentRun, find_parent
 from lockstep.run.planning.resources import (
@@ -143,8 +144,10 @@ def prepare_run(
         check_trackers(config.tracking)
     tokenizer = load_tokenizer(config.model)
     _check_tokens_of_roles(config, tokenizer, others)
-    data = open_run_data(config, {config.policy.name: model, **others}, tokenizer)
-    notes += _mixture_notes(config, data)
+    models = {config.policy.name: model, **others}
+    data = open_run_data(config, models, tokenizer)
+    plan, compile_notes = choose_compilation(config, plan, models, host.device, data.samples)
+    notes += [*_mixture_notes(config, data), *compile_notes]
     prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
     if prepared.resuming:
         _check_same_data(prepared)
@@ -320,11 +323,8 @@ def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
     if (attempt, reason) == (ledger.generation, "finished") and (done >= config.steps or stopped) and exported:
         release_shared_memory(ledger.folder)
         where = f", its model is in {' and '.join(map(str, exports))}" if exports else ""
-        steps = count_noun(config.steps, "step")
-        more = "For more, raise steps"
-        if stopped:
-            more = f"It stopped early: {stopped}. For more, raise early_stopping.patience"
-
+        early = f"It stopped early: {stopped}. For more, raise early_stopping.patience"
+        more, steps = early if stopped else "For more, raise steps", count_noun(config.steps, "step")
         raise RunFinished(f"{ledger.folder} is finished: {done} of {steps}{where}. {more}")
 
 

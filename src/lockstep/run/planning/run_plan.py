@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from lockstep.base.text import count_noun
 from lockstep.cluster.placement.assignment import Assignment, NodesBusy, assign
@@ -43,6 +44,8 @@ class RunPlan:
     """The node of every process; None if the nodes are unknown or in use."""
     busy: str = ""
     """If other runs use the nodes: what this run will wait for."""
+    compile: Mapping[str, Literal["off", "layers"]] = field(default_factory=dict)
+    """What trained roles with `trainer.compile: auto` do, by name."""
 
     @property
     def memory(self) -> int:

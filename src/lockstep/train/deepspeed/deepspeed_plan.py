@@ -32,7 +32,7 @@ class DeepSpeedPlanner(TrainerPlanner):
         lacking = {
             "model.quantization": role.model.quantization is not None,
             "trainer.replicas": trainer.replicas > 1,
-            "trainer.compile": trainer.compile != "off",
+            "trainer.compile": trainer.compile == "layers",
         }
         for setting, is_set in lacking.items():
             if is_set:
