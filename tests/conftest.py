@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +23,7 @@ except ImportError:  # pytest before 9.2
 if TYPE_CHECKING:
     from lockstep.cluster.local_cluster import LocalCluster
 
+UNIT = Path(__file__).with_name("unit")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,10 +33,11 @@ settings.load_profile("lockstep")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests that share a fixture of their module go to one worker, which makes it once."""
+    """Tests that share a fixture of their module go to one worker, which makes it once. So do the unit tests of a file:
+    thousands of them take milliseconds, less than to hand out each."""
     fixtures = getattr(item, "_fixtureinfo", None)
     shares = any(each[-1].scope == "module" for each in fixtures.name2fixturedefs.values()) if fixtures else False
-    if shares and item.get_closest_marker("xdist_group") is None:
+    if (shares or UNIT in item.path.parents) and item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 

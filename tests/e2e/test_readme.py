@@ -9,12 +9,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from forked_controller import Forked
 from typer.testing import CliRunner
 
 import lockstep
@@ -189,36 +191,83 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
-def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
-    sourced, ran = "", []
+README = ROOT / "README.md"
+NOT_STARTED = ("CONTRIBUTING.md", *EXAMPLES, *WATCHED, *CHECKS)
+"""Pages about the checkout itself (NOT_RUN), or tested below."""
+OTHER_PAGES = [
+    page
+    for page in PAGES
+    if page != README
+    and page.name not in NOT_STARTED
+    and any(
+        command.startswith("lockstep ") for block in blocks("bash") if block.page == page for command in commands(block)
+    )
+]
+
+
+def page_commands(page: Path) -> Iterator[tuple[Block, str]]:
+    """The commands of a page that are run, with their blocks."""
     for block in blocks("bash"):
-        if block.page.name == "CONTRIBUTING.md" or block.page.name in EXAMPLES + WATCHED + CHECKS:
-            continue  # about the checkout itself (NOT_RUN), or tested below
-        for command in commands(block):
-            if command.startswith("source "):
-                sourced += f"{command}; "
-                continue
-            if command.split()[0] in NOT_RUN:
-                continue
-            extra = OVERRIDES.get(command.removesuffix(" --dry-run"), [])
-            done = subprocess.run(
-                ["bash", "-c", f"set -eu; {sourced}{shlex.join([*shlex.split(command), *extra])}"],
-                cwd=copy, env=environment(), capture_output=True, text=True, timeout=300,
-            )  # fmt: skip
-            is_host_problem = (
-                command.startswith("lockstep check") and done.returncode == 1
-            )  # of the host that runs the tests
-            assert done.returncode == 0 or is_host_problem, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
-            assert "Traceback" not in done.stderr and "it/s]" not in done.stderr, done.stderr
-            ran.append(command)
-            if "--resume" in command:
-                resumed = done.stderr
-    assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
-        *("tiny", "check", "train", "train", "train", "top", "train", "convert"),
-        *(*9 * ["train"], "generate", "eval", "export", "push"),
+        if block.page == page:
+            yield from ((block, command) for command in commands(block) if command.split()[0] not in NOT_RUN)
+
+
+def short(command: str) -> list[str]:
+    """The words of a command, with the overrides that make it quick."""
+    return [*shlex.split(command), *OVERRIDES.get(command.removesuffix(" --dry-run"), [])]
+
+
+@pytest.fixture(scope="module")
+def readme_outputs(copy: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What each command of the README printed, run in a shell in their order; the models and runs are in `copy`."""
+    sourced, ran = "", {}
+    for block, command in page_commands(README):
+        if command.startswith("source "):
+            sourced += f"{command}; "
+            continue
+        done = subprocess.run(
+            ["bash", "-c", f"set -eu; {sourced}{shlex.join(short(command))}"],
+            cwd=copy, env=environment(), capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        is_host_problem = (
+            command.startswith("lockstep check") and done.returncode == 1
+        )  # of the host that runs the tests
+        assert done.returncode == 0 or is_host_problem, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr and "it/s]" not in done.stderr, done.stderr
+        ran[command] = done
+    return ran
+
+
+def test_the_commands_of_the_readme_run_in_their_order(
+    readme_outputs: dict[str, "subprocess.CompletedProcess[str]"], copy: Path
+) -> None:
+    assert [command.split()[1] for command in readme_outputs if command.startswith("lockstep")] == [
+        *("tiny", "check", "train", "train", "train", "top", "train"),
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
+    (resumed,) = (done.stderr for command, done in readme_outputs.items() if "--resume" in command)
     assert "finished after 2 of 2" not in resumed and "is finished: 2 of 2 steps" in resumed
+
+
+@pytest.mark.parametrize("page", OTHER_PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_run_after_those_of_the_readme(
+    page: Path, readme_outputs: dict[str, "subprocess.CompletedProcess[str]"], copy: Path
+) -> None:
+    """In processes that are forked from one that has imported torch already."""
+    for number, (block, command) in enumerate(page_commands(page)):
+        program, *arguments = short(command)
+        assert program == "lockstep", f"{block}: {command}"
+        output = copy.parent / f"{page.stem}-{number}.out"
+        code = Forked(arguments, output, copy).wait(300)
+        printed = output.read_text()
+        assert code == 0, f"{block}: {command}\n{printed}"
+        assert "Traceback" not in printed and "it/s]" not in printed, printed
+
+
+def test_the_documented_commands_are_these() -> None:
+    assert [command.split()[1] for page in OTHER_PAGES for _, command in page_commands(page)] == [
+        *("convert", *9 * ["train"], "generate", "eval", "export", "push"),
+    ]
 
 
 @pytest.mark.parametrize("command", [c for b in blocks("bash") if b.page.name in CHECKS for c in commands(b)])
