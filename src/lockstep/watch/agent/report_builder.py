@@ -209,9 +209,11 @@ def _newest_calls(process: ProcessState, record: CommunicatorRecord, now: int) -
 
 def _calls_from_cpp(record: CommunicatorRecord) -> list[CallRecord]:
     """The first unfinished collectives of a member that makes no progress, if they were issued from C++: c10d has
-    counted them after the newest call from Python."""
+    counted them after the newest call from Python, which has returned. Those that c10d counts before are its parts."""
     newest = record.newest
-    if newest is None or newest.seq == UNKNOWN or record.blind or not record.counted:
+    if newest is None or newest.seq == UNKNOWN or newest.inside or record.unsure:
+        return []
+    if record.blind or not record.counted:
         return []
     first = max(newest.seq, record.completed) + 1
     return [

@@ -150,6 +150,8 @@ class CommunicatorRecord:
     pair: MessageLane | None = None
     """For the messages from one member to another, which form a communicator of two members: the i-th send is paired
     with the i-th receive. Its rank 0 is the sender. None for all other communicators."""
+    unsure: bool = False
+    """Whether there are calls after `newest` whose numbers are uncertain, or whose records are incomplete."""
 
     @property
     def blocked(self) -> bool | None:

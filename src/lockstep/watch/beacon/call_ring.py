@@ -371,6 +371,7 @@ def _decode_communicator(reading: RecordReader, at: int, slot: int, texts: _Text
         counts[1][1] if counts else -1, first, bool(flags & FLAG_DEVICE),
         last.issued if last else 0, calls[-1] if calls else None,
         waiting[0] if waiting else None,
+        unsure=number > (calls[-1].number if calls else 0),
     )  # fmt: skip
 
 

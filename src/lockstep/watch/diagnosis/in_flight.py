@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.deadlock import find_out_of_order
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, all_proven_inactive
-from lockstep.watch.diagnosis.evidence_types import TRANSFER, Liveness, needs_all_members
+from lockstep.watch.diagnosis.evidence_types import CALL_FROM_CPP, TRANSFER, Liveness, needs_all_members
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
@@ -101,7 +101,7 @@ def _proves_lag(context: DiagnosisContext, graph: WaitGraph, node: int, done: in
     if done == rows.stop - rows.start - 1:
         return True
     call, _ = context.call(communicator, int(graph.seq[node]))
-    if call is not None:
+    if call is not None and call.operation != CALL_FROM_CPP.operation:
         return call.operation == TRANSFER or needs_all_members(call.operation)
     if _is_of_dumps(context):
         return _usually_needs_all(context, communicator)

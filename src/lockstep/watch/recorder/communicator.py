@@ -147,8 +147,9 @@ class CommunicatorMember:
         self.counted = False
         self.keepalive_rounds = 0
         self.sequence = group._get_sequence_number_for_group
-        self.sequence_reported = True
-        """Whether c10d numbers the collectives, those from C++ included. Then number 0 proves that there were none."""
+        self.sequence_reported = len({each.rpartition(":")[2] for each in slot.backend.lower().split(",")}) == 1
+        """Whether c10d numbers all collectives, those from C++ included. Then number 0 proves that there were none. Of
+        several backends, c10d reports the number of one."""
         try:
             self.sequence()
         except (RuntimeError, NotImplementedError):

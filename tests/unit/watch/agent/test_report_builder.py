@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.watch.agent.process_monitor import ProcessMonitor
-from lockstep.watch.agent.report_builder import ReportBuilder
+from lockstep.watch.agent.report_builder import ReportBuilder, _calls_from_cpp
 from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.beacon_records import FLAG_UNSURE
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence_types import CALL_FROM_CPP
 from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictLevel
@@ -58,6 +59,34 @@ def test_a_call_from_python_where_the_others_are_in_c(tmp_path: Path, monkeypatc
 def test_such_calls_may_be_the_same_while_they_are_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdicts(tmp_path, monkeypatch, from_cpp=[0, 1, 3], still_s=400.0)[0]
     assert verdict.level is VerdictLevel.NOTICE
+
+
+def calls_of(member: Member) -> list[int]:
+    """The numbers of the calls from C++ that are reported of a member, of which c10d has counted two more calls than
+    Python has made."""
+    member.slot.mark_counted()
+    now = time.monotonic_ns()
+    member.slot.write_counts(member.seq + 2, 0, now, now)
+    record = member.state().beacon.communicators[0]  # type: ignore[union-attr]
+    member.beacon.close(remove=True)
+    writer._current = writer._NullBeacon()
+    return [call.seq for call in _calls_from_cpp(record)]
+
+
+@pytest.mark.parametrize(
+    ("inside", "flags", "expected"),
+    [(False, 0, [2, 3]), (True, 0, []), (False, FLAG_UNSURE, [])],
+    ids=["returned", "parts of an object collective", "numbers of calls from Python uncertain"],
+)
+def test_which_calls_are_from_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool, flags: int, expected: list[int]
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    member = Member(0, 2)
+    member.call()
+    if inside or flags:
+        member.call(inside=inside, flags=flags)
+    assert calls_of(member) == expected
 
 
 @pytest.mark.parametrize("from_cpp", [[], [0, 1, 2, 3]])

@@ -7,7 +7,7 @@ import numpy as np
 from test_diagnose import AT, NAN, Group, One, check, diagnose, policy, snapshot
 
 from lockstep.watch.diagnosis.evidence import Evidence
-from lockstep.watch.diagnosis.evidence_types import UNKNOWN, CollectiveCall, Liveness, ProcessNote
+from lockstep.watch.diagnosis.evidence_types import CALL_FROM_CPP, UNKNOWN, CollectiveCall, Liveness, ProcessNote
 from lockstep.watch.diagnosis.verdict import VerdictKind
 
 REFUSED = ProcessNote(error="lockstep.base.errors.CollectiveRefused: collective #7 on 'world' does not match")
@@ -97,3 +97,12 @@ def test_the_only_member_whose_start_is_unknown_is_not_accused() -> None:
     world = Group("world", [0, 1, 2], [8] * 3, [7] * 3)
     job = on_device(snapshot(policy(3), [world]), [60.0] * 3, [8, UNKNOWN, 8])
     check(diagnose(job), VerdictKind.IN_FLIGHT, [])
+
+
+def test_most_members_prove_that_the_others_lag_in_a_call_from_c() -> None:
+    """Its operation is unknown, also if the waiting members report it as a call from C++."""
+    world = Group("world", list(range(8)), [8] * 8, [7, 7, *[8] * 6])
+    for calls in ({}, {(process, 8): (CALL_FROM_CPP, "") for process in (0, 1)}):
+        world.calls = calls
+        job = on_device(snapshot(policy(8), [world]), [60.0, 60.0, *[NAN] * 6])
+        check(diagnose(job), VerdictKind.DEVICE_LAG, ["policy-0", "policy-1"])

@@ -175,3 +175,12 @@ def test_a_backend_without_sequence_numbers(rank):
         SimpleNamespace(_get_sequence_number_for_group=unknown), rank.slot, "1", "1", [0], 0
     )
     assert other.sequence() == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "proves"), [("gloo", True), ("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)]
+)
+def test_the_number_of_one_of_several_backends_does_not_prove_that_there_was_no_call(rank, backend, proves):
+    group = SimpleNamespace(_get_sequence_number_for_group=lambda: 0)  # NCCL's; gloo may have been called from C++
+    slot = rank.slot.rings.open_slot(5, 2, "1", "", backend, 2, 0)
+    assert communicator.CommunicatorMember(group, slot, "1", "1", [0, 1], 0).sequence_reported == proves
