@@ -27,7 +27,7 @@ from typing import NamedTuple
 from lockstep.base.folders import open_own_file
 from lockstep.watch.agent.call_windows import CallDigest, CallWindows
 from lockstep.watch.agent.process_monitor import ProcessState
-from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, CallRecord, CommunicatorRecord
+from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, MAX_COMMUNICATORS, CallRecord, CommunicatorRecord
 from lockstep.watch.beacon.call_follower import CallFollower, FollowedCall
 from lockstep.watch.beacon.reader import read_calls
 from lockstep.watch.diagnosis.evidence_types import Liveness
@@ -161,7 +161,9 @@ class CallComparison:
         return [
             (CommunicatorLife(identity, known.incarnation), found.seq)
             for identity, found in self._differences.items()
-            if (known := self._communicators.get(identity)) is not None and known.windows is not None
+            if (known := self._communicators.get(identity)) is not None
+            and known.windows is not None
+            and known.incarnation >= 0
         ]
 
     def calls_between(self, life: CommunicatorLife, first: int, last: int) -> list[FollowedCall]:
@@ -313,11 +315,14 @@ def _has_others(members: Sequence[Membership]) -> bool:
 
 
 def _incarnation(members: Sequence[Membership]) -> int:
-    """How often all members had created their communicator before; -1 if they differ in it."""
+    """How often all members had created their communicator before; -1 if they differ in it, or if a beacon has no
+    unused slot left, so that those of earlier communicators may have been used again."""
+    beacons = [(process.beacon, record) for process, record in members if process.beacon is not None]
+    if any(max(each.slot for each in beacon.communicators) >= MAX_COMMUNICATORS - 1 for beacon, _ in beacons):
+        return -1
     found = {
         sum(each.identity == record.identity and each.created_ns < record.created_ns for each in beacon.communicators)
-        for process, record in members
-        if (beacon := process.beacon) is not None
+        for beacon, record in beacons
     }
     return found.pop() if len(found) == 1 else -1
 

@@ -321,7 +321,7 @@ def _decode_state(message: Mapping[str, Any]) -> StateReport:
         {int(number): CollectiveCall(*call) for number, call in message["about"].items()} if "about" in message else {},
         tuple([(member, seq, site) for member, seq, site in message["sites"]]) if "sites" in message else (),
         _from_base64(message.get("digests", b"")),
-        tuple([(communicator, life, seq) for communicator, life, seq in message.get("differences", ())]),
+        tuple([(int(number), int(life), int(seq)) for number, life, seq in message.get("differences", ())]),
         {int(index): float(age) for index, age in message.get("moved", {}).items()},
         record_from_json(HostDevices, message["devices"]) if "devices" in message else HostDevices(),
     )

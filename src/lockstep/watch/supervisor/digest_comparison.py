@@ -99,7 +99,7 @@ class DigestComparison:
         roster, state = host.roster, host.state
         try:
             for communicator, incarnation, seq in state.differences:
-                about = _Communicator(roster.communicators[communicator].key, incarnation)
+                about = _Communicator(roster.communicators[_index(communicator)].key, incarnation)
                 self._show(about, self._known.setdefault(about, _Comparison()), seq)
             for communicator, incarnation, last, value in DIGEST_RECORD.iter_unpack(state.digests):
                 about = _Communicator(roster.communicators[communicator].key, incarnation)
@@ -181,6 +181,13 @@ def _address(about: _Communicator) -> dict[str, Any]:
     return {"communicator": about.key, "incarnation": about.incarnation}
 
 
+def _index(number: int) -> int:
+    """The number as an index from the beginning of a list, which Python does not require."""
+    if number < 0:
+        raise IndexError(number)
+    return number
+
+
 def _members(roster: Roster) -> dict[str, frozenset[tuple[int, int]]]:
     found: dict[str, set[tuple[int, int]]] = {}
     for each in roster.members:
@@ -194,4 +201,8 @@ def _followed_calls(reply: dict[str, Any] | None) -> list[FollowedCall]:
     calls = None if reply is None else reply.get("calls")
     if not isinstance(calls, list):
         return []
-    return [FollowedCall(*map(int, each)) for each in calls if isinstance(each, list) and len(each) == 4]
+    return [FollowedCall(*each) for each in calls if _is_call(each)]
+
+
+def _is_call(fields: object) -> bool:
+    return isinstance(fields, list) and len(fields) == 4 and all(isinstance(each, int) for each in fields)

@@ -14,12 +14,19 @@ from lockstep.watch.agent.call_comparison import CallComparison, CommunicatorLif
 from lockstep.watch.agent.call_windows import WINDOW, CallDigest
 from lockstep.watch.agent.process_monitor import ProcessMonitor
 from lockstep.watch.agent.report_builder import ReportBuilder
-from lockstep.watch.agent.report_messages import DIGEST_RECORD, Roster, StateReport, encode_report
+from lockstep.watch.agent.report_messages import DIGEST_RECORD, Roster, StateReport, decode_report, encode_report
 from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.beacon_records import MAX_COMMUNICATORS
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.verdict import Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.supervisor.agent_connections import ReplyHandler, parse_report
-from lockstep.watch.supervisor.digest_comparison import KEPT_DIGESTS, MAX_ATTEMPTS, DigestComparison, DigestTable
+from lockstep.watch.supervisor.digest_comparison import (
+    KEPT_DIGESTS,
+    MAX_ATTEMPTS,
+    DigestComparison,
+    DigestTable,
+    _followed_calls,
+)
 from lockstep.watch.supervisor.evidence_builder import HostState
 from lockstep.watch.supervisor.message_store import MessageStore
 from tests.unit.watch.agent.recorded_members import Member
@@ -243,6 +250,29 @@ def test_a_communicator_that_the_roster_lacks_is_an_error(job: Job) -> None:
     state = StateReport("a", 1, digests=DIGEST_RECORD.pack(3, 0, 64, 1))
     with pytest.raises(ValueError, match="state of host a: calls of a communicator that is none of 0"):
         job.comparison.update(HostState(Roster("a", 1), state))
+
+
+def test_messages_of_another_form_are_refused_or_ignored() -> None:
+    """They must not end the supervisor."""
+    roster = Roster("a", 1)
+    with pytest.raises(ValueError, match="state of host a: calls of a communicator that is none of 0"):
+        DigestComparison(list).update(HostState(roster, StateReport("a", 1, differences=((-1, 0, 5),))))
+    message = encode_report(StateReport("a", 1))
+    for wrong in ([["x", 0, 5]], [[0, None, 5]], [[0, 5]], 7):
+        with pytest.raises(ValueError, match="not a report of an agent"):
+            decode_report(message | {"differences": wrong})
+    assert _followed_calls({"calls": [[1, None, 1, 7], ["x", 1, 1, 7], [1, 2], 3, [1, 2, 3, 4]]}) == [(1, 2, 3, 4)]
+
+
+def test_a_beacon_without_unused_slots_does_not_show_how_often_a_communicator_was_created(job: Job) -> None:
+    """Else two of the same name might be compared with each other, one after the other has been destroyed."""
+    for each in job.ranks:
+        while each.slot.index < MAX_COMMUNICATORS - 1:
+            each.reopen()
+    for step in range(100):
+        job.call(rank0="[12]" if step == 50 else "[4]")
+    job.report()
+    assert job.comparison._known == {}
 
 
 def test_a_comparison_without_members_elsewhere_has_no_digests(job: Job) -> None:
