@@ -7,6 +7,7 @@ and looking for the group and the tensor in them would cost as much as writing t
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from keyword import iskeyword
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from lockstep.watch.recorder.operations import ArgumentPositions, find_rank, get
 
 _FIRST_LINE = sys._getframe().f_lineno + 1
 _SOURCE = """
-def {name}({parameters}):
+def {function}({parameters}):
     if _inside and _get_ident() in _inside:
         return _original({arguments})
     _at, _member, _tensor = -1, None, {tensor}
@@ -105,7 +106,10 @@ def compile_wrapper(
     constants = {
         "CALLS_PER_RING": CALLS_PER_RING, "CALL_WORDS": CALL_WORDS, "LEFT_WORD": LEFT_WORD, "FLAG_ASYNC": FLAG_ASYNC,
     }  # fmt: skip
-    text = _SOURCE.format(name=original.__name__, **spelling._asdict(), **constants)
+    name = original.__name__
+    if not name.isidentifier() or iskeyword(name):  # another library has replaced torch's function by a lambda
+        name = "collective"
+    text = _SOURCE.format(function=name, **spelling._asdict(), **constants)
     used = {
         "original": original, "positions": positions, "get_ident": get_ident, "monotonic_ns": monotonic_ns, "id": id,
         "getframe": sys._getframe, "list_key": list_key, "find_rank": find_rank, "get_argument": get_argument,
@@ -114,7 +118,7 @@ def compile_wrapper(
     namespace = {f"_{name}": value for name, value in used.items()} | defaults
     # A traceback shows the lines of this file.
     exec(compile("\n" * (_FIRST_LINE - 1) + text, __file__, "exec"), namespace)
-    wrapper: Callable[..., Any] = namespace[original.__name__]
+    wrapper: Callable[..., Any] = namespace[name]
     return wrapper
 
 

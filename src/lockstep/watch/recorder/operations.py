@@ -236,6 +236,8 @@ class CallSites:
         if len(self._codes) > 4096:  # the program keeps compiling new code
             self._known.clear()
             self._codes.clear()
+            for clear_cache in self._rings.on_turnover:  # of call keys, which refer to code objects as well
+                clear_cache()
         self._codes[id(code)] = code
         site = self._known[id(code), frame.f_lasti] = self._format(frame)
         return site

@@ -96,6 +96,23 @@ def test_a_decorator_may_accept_other_arguments(made: CollectiveWrappers) -> Non
     assert wrapper(one, old_src=5)[:2] == (one, 5)
 
 
+def test_a_function_may_have_been_replaced_by_a_lambda(made: CollectiveWrappers) -> None:
+    wrapper = made.wrapper_of(lambda tensor, group=None: (tensor, group), OPERATIONS["all_reduce"])
+    one = torch.ones(1)
+    assert wrapper(one) == (one, None) and wrapper.__name__ == "<lambda>"
+
+
+def test_call_sites_are_not_mistaken_for_others_when_their_code_is_freed(made: CollectiveWrappers) -> None:
+    """Caches know code by its id, which later code may get once the code is no longer kept."""
+    wrapper, one = made.wrapper_of(broadcast, OPERATIONS["broadcast"]), torch.ones(1)
+    wrapper(one, 4)
+    sites = made._owner.sites
+    sites._codes |= {-number: broadcast.__code__ for number in range(1, 5000)}
+    wrapper(one, 4)
+    (keys,) = made._call_keys
+    assert len(keys) == 1 and len(sites._codes) == 1
+
+
 def test_a_wrong_call_fails_like_the_function(made: CollectiveWrappers) -> None:
     wrapper = made.wrapper_of(broadcast, OPERATIONS["broadcast"])
     with pytest.raises(TypeError, match=r"broadcast\(\) missing 1 required positional argument: 'tensor'"):
