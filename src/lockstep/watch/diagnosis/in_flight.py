@@ -250,9 +250,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
             else (Alternative("p2p_path_broken", 0.3),),
             facts=spans + context.device_facts(waiters[:MAX_SHOWN]),
             collect=(
-                "bytes and retransmits of the host_names between its hosts"
-                if several_hosts
-                else "GPU and link counters",
+                "bytes and retransmits of the links between its hosts" if several_hosts else "GPU and link counters",
                 "native stacks of two members (py-spy dump --native)",
             ),
             not_excluded=tuple(each for node in nodes for each in _may_have_stopped(context, graph, node)),

@@ -124,6 +124,8 @@ def _comparable(calls: CallTable, rows: IntArray) -> SignatureArray:
 
 def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> Hypothesis:
     right, confidence, why = _correct_signature(context, divergence)
+    if np.uint64(FROM_CPP) in divergence.signature:  # it may be the same call, and the stall have another cause
+        confidence = min(confidence, LIKELY)
     wrong = divergence.process if right is None else divergence.process[divergence.signature != np.uint64(right)]
     culprits = tuple(sorted(wrong.tolist()))
     culprit_signature = int(divergence.signature[divergence.process == culprits[0]][0])
