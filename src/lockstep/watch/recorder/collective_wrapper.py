@@ -21,7 +21,7 @@ _SOURCE = """
 def {function}({parameters}):
     if _inside and _get_ident() in _inside:
         return _original({arguments})
-    _at, _member, _tensor = -1, None, {tensor}
+    _at, _member, _tensor, _nested = -1, None, {tensor}, False
     try:
         try:
             _member = _members[{group}]
@@ -34,7 +34,8 @@ def {function}({parameters}):
             except AttributeError:  # no tensor, or a list of tensors
                 _cache_key = _list_key(_frame, _root, _tensor)
             _key = _call_keys.get(_cache_key) or _look_up(_operation, _tensor, _root, _frame, _call_keys, _cache_key)
-            if _nests:
+            _nested = {nested}
+            if _nested:
                 _member.next_query = 0
             # CommunicatorMember.enter, inlined
             _member.issued = _issued = _member.issued + 1
@@ -60,7 +61,7 @@ def {function}({parameters}):
         _owner.record_failure(_error)
     if _at < 0:
         return _original({arguments})
-    if _nests:
+    if _nested:
         _inside.add(_get_ident())
     try:
         _result = _original({arguments})
@@ -68,14 +69,14 @@ def {function}({parameters}):
         _raise_translated(_owner, _member, _at, _error)
         raise
     finally:
-        if _nests:
+        if _nested:
             _inside.discard(_get_ident())
     try:
         if _result is None and (_member.blocking_devices is None or _member.has_returned(_tensor)):
             _words[_at] = _monotonic_ns()
         else:
             _member.slot.leave(_at, {FLAG_ASYNC})
-        if _nests:
+        if _nested:
             _member.resynchronize()
     except Exception as _error:
         _owner.record_failure(_error)
@@ -109,9 +110,13 @@ def compile_wrapper(
     name = original.__name__
     if not name.isidentifier() or iskeyword(name):  # another library has replaced torch's function by a lambda
         name = "collective"
-    text = _SOURCE.format(function=name, **spelling._asdict(), **constants)
+    nested = (
+        "_nests or _type(_tensor) is not _Tensor and _has_override(_tensor)" if _calls_overrides(original) else "_nests"
+    )
+    text = _SOURCE.format(function=name, nested=nested, **spelling._asdict(), **constants)
     used = {
         "original": original, "positions": positions, "get_ident": get_ident, "monotonic_ns": monotonic_ns, "id": id,
+        "type": type,
         "getframe": sys._getframe, "list_key": list_key, "find_rank": find_rank, "get_argument": get_argument,
         "pack_into": CALL_ENTRY_STRUCT.pack_into, "CollectiveRefused": CollectiveRefused, **names,
     }  # fmt: skip
@@ -120,6 +125,12 @@ def compile_wrapper(
     exec(compile("\n" * (_FIRST_LINE - 1) + text, __file__, "exec"), namespace)
     wrapper: Callable[..., Any] = namespace[name]
     return wrapper
+
+
+def _calls_overrides(original: Callable[..., Any]) -> bool:
+    """Whether a function hands tensors of a subclass to the subclass, which usually calls the function again, with its
+    name in torch: that of the wrapper."""
+    return "handle_torch_function" in getattr(getattr(inspect.unwrap(original), "__code__", None), "co_names", ())
 
 
 def _spell(original: Callable[..., Any], positions: ArgumentPositions) -> tuple[_Spelling, dict[str, Any]]:

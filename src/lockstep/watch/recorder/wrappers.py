@@ -201,9 +201,15 @@ class CollectiveWrappers:
             "owner": owner, "members": owner.member_cache, "rings": rings, "words": rings.words,
             "memory": rings.memory, "inside": recording_threads, "call_keys": call_keys, "look_up": self._look_up,
             "operation": operation, "nests": _calls_others(original), "raise_translated": _raise_translated,
+            "Tensor": self._torch.Tensor, "has_override": self._has_override,
         }  # fmt: skip
         wrapper = compile_wrapper(original, ArgumentPositions(original, operation), names)
         return functools.wraps(original)(wrapper)
+
+    def _has_override(self, tensors: Any) -> bool:
+        """Whether a tensor, or one of a list, is of a subclass with a `__torch_function__`."""
+        each = tensors if isinstance(tensors, list | tuple) else (tensors,)
+        return bool(self._torch.overrides.has_torch_function(each))
 
     def _describe(self, operation: Operation, tensors: Any, root: int | None, module: str) -> tuple[int, str]:
         if not hasattr(tensors, "dtype"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import distributed_c10d
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lockstep.watch.beacon.reader import read_calls
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
@@ -111,6 +112,29 @@ def test_call_sites_are_not_mistaken_for_others_when_their_code_is_freed(made: C
     wrapper(one, 4)
     (keys,) = made._call_keys
     assert len(keys) == 1 and len(sites._codes) == 1
+
+
+class Subclass(torch.Tensor):
+    """A tensor whose functions torch calls by `__torch_function__`."""
+
+
+@pytest.mark.parametrize(
+    ("tensor", "parts"), [(torch.ones(2), 1), (torch.nn.Parameter(torch.ones(2)), 1), (Subclass(torch.ones(2)), 2)]
+)
+def test_a_call_with_a_subclass_is_recorded_once(made: CollectiveWrappers, tensor: torch.Tensor, parts: int) -> None:
+    """Torch 2.13 and newer hands it to the subclass, which calls the function again."""
+    called = []
+
+    def all_reduce(tensor: Any, group: Any = None) -> None:
+        called.append(type(tensor))
+        if has_torch_function((tensor,)):
+            handle_torch_function(wrapper, (tensor,), tensor, group=group)
+
+    wrapper = made.wrapper_of(all_reduce, OPERATIONS["all_reduce"])
+    for _ in range(2):
+        wrapper(tensor)
+    assert called == [type(tensor)] * 2 * parts
+    assert calls() == [("all_reduce", "[2]", None)] * 2
 
 
 def test_a_wrong_call_fails_like_the_function(made: CollectiveWrappers) -> None:
