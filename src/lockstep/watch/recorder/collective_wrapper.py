@@ -27,7 +27,7 @@ def {function}({parameters}):
             _member = _members[{group}]
         except (KeyError, TypeError):
             _member = _owner.member({group})
-        if _member is not None:
+        if _member is not None and not (_coalesced and _member.group in _coalesced):
             _frame, _root = _getframe(1), {root}
             try:
                 _cache_key = _id(_frame.f_code), _frame.f_lasti, _root, _tensor.shape, _tensor.dtype

@@ -117,6 +117,9 @@ class CollectiveWrappers:
         self._texts: dict[Any, tuple[int, str]] = {}
         self._call_keys: list[dict[Any, CallKey]] = []
         """The cache of call keys of each wrapper."""
+        self._coalesced = getattr(torch.distributed.distributed_c10d._world, "pg_coalesce_state", {})
+        """The process groups with a coalescing manager. Calls on them are no collectives, but parts of one, which the
+        manager issues at its end and c10d counts like a call from C++."""
         owner.rings.on_turnover.append(self._clear_call_keys)
 
     def _clear_call_keys(self) -> None:
@@ -201,7 +204,7 @@ class CollectiveWrappers:
             "owner": owner, "members": owner.member_cache, "rings": rings, "words": rings.words,
             "memory": rings.memory, "inside": recording_threads, "call_keys": call_keys, "look_up": self._look_up,
             "operation": operation, "nests": _calls_others(original), "raise_translated": _raise_translated,
-            "Tensor": self._torch.Tensor, "has_override": self._has_override,
+            "Tensor": self._torch.Tensor, "has_override": self._has_override, "coalesced": self._coalesced,
         }  # fmt: skip
         wrapper = compile_wrapper(original, ArgumentPositions(original, operation), names)
         return functools.wraps(original)(wrapper)

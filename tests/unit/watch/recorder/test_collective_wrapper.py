@@ -114,6 +114,20 @@ def test_call_sites_are_not_mistaken_for_others_when_their_code_is_freed(made: C
     assert len(keys) == 1 and len(sites._codes) == 1
 
 
+def test_the_parts_of_a_coalesced_collective_are_not_recorded(
+    made: CollectiveWrappers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would all have the number of that collective."""
+    wrapper, one, member = made.wrapper_of(broadcast, OPERATIONS["broadcast"]), torch.ones(1), made._owner.member(None)
+    assert member is not None
+    member.group = object()
+    monkeypatch.setitem(distributed_c10d._world.pg_coalesce_state, member.group, [])
+    assert wrapper(one, 5)[:2] == (one, 5) and calls() == []
+    monkeypatch.setitem(distributed_c10d._world.pg_coalesce_state, object(), [])
+    monkeypatch.delitem(distributed_c10d._world.pg_coalesce_state, member.group)
+    assert wrapper(one, 5)[:2] == (one, 5) and calls() == [("broadcast", "[1]", 1)]
+
+
 class Subclass(torch.Tensor):
     """A tensor whose functions torch calls by `__torch_function__`."""
 
