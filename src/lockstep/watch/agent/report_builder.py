@@ -204,7 +204,8 @@ def _newest_calls(process: ProcessState, record: CommunicatorRecord, now: int) -
         found: Sequence[CallRecord] = (newest,)
     else:
         found = [*read_calls(process.beacon.path, record.slot, CALLS_REPORTED), *_calls_from_cpp(record)]
-    return [call for call in found if not call.p2p and call.seq != UNKNOWN]
+    # A call that failed before c10d counted it has the number of the next one.
+    return list({call.seq: call for call in found if not call.p2p and call.seq != UNKNOWN}.values())
 
 
 def _calls_from_cpp(record: CommunicatorRecord) -> list[CallRecord]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.watch.agent.process_monitor import ProcessMonitor
-from lockstep.watch.agent.report_builder import ReportBuilder, _calls_from_cpp
+from lockstep.watch.agent.report_builder import ReportBuilder, _calls_from_cpp, _newest_calls
 from lockstep.watch.beacon import writer
-from lockstep.watch.beacon.beacon_records import FLAG_UNSURE
+from lockstep.watch.beacon.beacon_records import FLAG_FAILED, FLAG_REFUSED, FLAG_UNSURE
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence_types import CALL_FROM_CPP
 from lockstep.watch.diagnosis.member_lists import LIKELY
@@ -89,6 +89,24 @@ def test_which_calls_are_from_c(
     if inside or flags:
         member.call(inside=inside, flags=flags)
     assert calls_of(member) == expected
+
+
+@pytest.mark.parametrize("flag", [FLAG_FAILED, FLAG_REFUSED])
+def test_a_call_that_failed_before_it_was_counted_is_replaced_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: int
+) -> None:
+    """Else a program that tries an operation which the backend lacks, and then another, would differ from itself."""
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    member = Member(0, 2)
+    member.call("[1]")
+    member.call("[2]", flags=flag)
+    member.call("[3]", lead=-1)
+    state = member.state()
+    member.beacon.close()
+    writer._current = writer._NullBeacon()
+    assert state.beacon is not None
+    found = _newest_calls(state, state.beacon.communicators[0], state.progress_ns + 60 * 10**9)
+    assert [(call.seq, call.shapes) for call in found] == [(1, "[1]"), (2, "[3]")]
 
 
 @pytest.mark.parametrize("from_cpp", [[], [0, 1, 2, 3]])
