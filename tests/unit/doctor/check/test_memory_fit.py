@@ -108,6 +108,18 @@ def test_deepspeed_runs_get_the_lowest_stage_that_fits(usable_gb: int, ranks: in
     assert judged(zero | expected).severity == "ok"
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+def test_no_stage_is_suggested_that_the_run_would_refuse(reshards: bool) -> None:
+    trainer = {"kind": "deepspeed", "ranks": 4, "reshard_after_forward": reshards}
+    run = config(trainer=trainer, token_budget=2048)
+
+    def needs(role: TrainRole, token_budget: int) -> dict[str, int]:
+        return DeepSpeedPlanner().memory(role, FACTS, token_budget)
+
+    fix = memory_fit.settings_that_fit(run, run.policy, needs, int(50e9))
+    assert ("stage=3" in fix) is reshards
+
+
 class CriticConfig(GRPOConfig):
     """GRPO with a second trained model of the same size."""
 

@@ -284,12 +284,13 @@ def _deepspeed_settings_that_fit(role: TrainRole, fits: Callable[[dict[str, Any]
     given = role.trainer.deepspeed or {}
     zero = dict(given.get("zero_optimization") or {})
     stage = zero.get("stage", 2)
+    highest = 3 if role.trainer.reshard_after_forward else 2  # stage 3 frees gathered parameters
     in_host_memory = {"offload_optimizer": {"device": "cpu"}}
     further = {**in_host_memory, "offload_param": {"device": "cpu"}}
     tried: list[tuple[int, dict[str, Any]]] = [(each, {}) for each in range(stage + 1, 4)]
     tried += [(each, in_host_memory) for each in range(max(1, stage), 4)] + [(3, further)]
     for each, offload in tried:
-        if fits({**given, "zero_optimization": {**zero, "stage": each, **offload}}):
+        if each <= highest and fits({**given, "zero_optimization": {**zero, "stage": each, **offload}}):
             path = role.field("trainer.deepspeed.zero_optimization")
             changes = [f"{path}.stage={each}"] if each != stage else []
             return [" with ".join([*changes, *(f"{path}.{place}.device=cpu" for place in offload)])]
