@@ -120,6 +120,24 @@ def test_no_stage_is_suggested_that_the_run_would_refuse(reshards: bool) -> None
     assert ("stage=3" in fix) is reshards
 
 
+@pytest.mark.parametrize("trainer", [
+    {"deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}},
+    {"deepspeed": {"zero_optimization": {"stage": 3}}, "offload": {"optimizer": True, "parameters": True}},
+])  # fmt: skip
+def test_offloading_saves_nothing_where_the_device_is_the_host(trainer: dict[str, Any]) -> None:
+    def needs(role: TrainRole, token_budget: int) -> dict[str, int]:
+        return DeepSpeedPlanner().memory(role, FACTS, token_budget)
+
+    def judged(trainer: dict[str, Any], memory: ProcessMemory) -> str:
+        run = config(trainer={"kind": "deepspeed", "ranks": 2, **trainer})
+        return memory_fit.judge_memory(run, needs, None, memory)[0].seen
+
+    plain = {"deepspeed": {"zero_optimization": {"stage": 3}}}
+    host = ProcessMemory("cpu", 512 << 30)
+    assert judged(trainer, host) == judged(plain, host)
+    assert judged(trainer, H100) != judged(plain, H100)
+
+
 class CriticConfig(GRPOConfig):
     """GRPO with a second trained model of the same size."""
 
