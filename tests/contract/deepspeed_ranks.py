@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import trainer_ranks as tr
+from adapter_ranks import SAVED
 
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
@@ -28,7 +29,18 @@ BFLOAT16 = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 
 def bfloat16(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Some steps in bfloat16, with several micro-batches each."""
-    role = tr.config(folder, "llama", "sft", {"dtype": "bfloat16"}, kind=kind).policy
+    return some_steps(folder, {"dtype": "bfloat16"}, ranks, kind=kind)
+
+
+def bfloat16_adapter(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+    """The same with an adapter, and modules that are trained fully beside it."""
+    result = some_steps(folder, {"dtype": "bfloat16", "adapter": SAVED}, ranks, kind=kind)
+    assert {rows.dtype for _, rows in result.weights.values()} == {torch.bfloat16, torch.float32}, "merged in float32"
+    return result
+
+
+def some_steps(folder: Path, model: dict[str, Any], ranks: ParallelContext, **trainer: Any) -> tr.Result:
+    role = tr.config(folder, "llama", "sft", model, **trainer).policy
     return tr.train(tr.create(role, ranks), tr.batch_of(role, ranks.world, budget=60), role, ranks.rank)
 
 
@@ -86,6 +98,7 @@ CASES: dict[str, tr.Case] = {
     **{f"{kind}:{name}": partial(tr.SUITE[name], kind) for kind in KINDS for name in SHORT},
     **{f"{kind}:memory": partial(tr.SUITE["memory"], kind) for kind in REFORMED},
     **{f"{kind}:bfloat16": partial(bfloat16, kind) for kind in BFLOAT16},
+    **{f"{kind}:bfloat16_adapter": partial(bfloat16_adapter, kind) for kind in BFLOAT16},
     **{f"{kind}:published": partial(published, kind) for kind in PUBLISHED},
     **{f"{kind}:damaged": partial(damaged, kind) for kind in DAMAGED},
 }

@@ -29,6 +29,12 @@ def pair(folder: Path) -> dict[str, list[tr.Result]]:
     return tr.launch(folder, 2, deepspeed_ranks.CASES, module="deepspeed_ranks", limit_s=500)
 
 
+@pytest.fixture(scope="module")
+def float32_adapter(folder: Path) -> tr.Result:
+    """Of the FSDP2 trainer, whose adapters equal peft's (test_adapters)."""
+    return deepspeed_ranks.some_steps(folder, {"adapter": deepspeed_ranks.SAVED}, tr.alone(), kind="fsdp2")
+
+
 @pytest.mark.parametrize("kind", deepspeed_ranks.KINDS)
 def test_steps_compute_what_torch_and_transformers_do(
     kind: str, folder: Path, pair: dict[str, list[tr.Result]]
@@ -62,6 +68,18 @@ def test_bfloat16_is_near_float32(kind: str, folder: Path, pair: dict[str, list[
         assert found["loss"] == pytest.approx(expected["loss"], rel=2**-8)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
         assert found["lr"] == expected["lr"]
+    assert ranks[0].metrics[-1]["loss"] < ranks[0].metrics[0]["loss"]
+
+
+@pytest.mark.parametrize("kind", deepspeed_ranks.BFLOAT16)
+def test_an_adapter_in_bfloat16_is_near_float32(
+    kind: str, folder: Path, pair: dict[str, list[tr.Result]], float32_adapter: tr.Result
+) -> None:
+    ranks = pair[f"{kind}:bfloat16_adapter"]
+    assert ranks[0].metrics == ranks[1].metrics
+    for found, expected in zip(ranks[0].metrics, float32_adapter.metrics, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=2**-8)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
     assert ranks[0].metrics[-1]["loss"] < ranks[0].metrics[0]["loss"]
 
 

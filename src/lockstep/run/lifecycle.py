@@ -79,7 +79,8 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
         with ExitStack() as stack:
             stack.enter_context(ledger)
             counts = {"rows": prepared.rows, "row_counts": prepared.row_counts}
-            ledger.record_event(START_EVENT, **counts, **start_folders(prepared.folder))
+            compiles = dict(prepared.plan.compile)
+            ledger.record_event(START_EVENT, **counts, compile=compiles, **start_folders(prepared.folder))
             if prepared.parent is not None:
                 begin_from(prepared.parent, ledger, prepared.config)
             interrupt = InterruptHandler()

@@ -2,12 +2,13 @@
 
 Compiled layers do the same matrix products with fewer passes over memory, so what they save grows with the number of
 values in hidden states: tokens * layers * hidden size. What compiling costs does not depend on the length of a run. The
-choice follows from the config, the model, the data and the presence of a compiler, and not from the load of the host,
-so that a resumed run makes it again.
+choice follows from the config, the model, the data and the presence of a compiler, and not from the load of the host.
+A resumed run keeps the choice that it began with, also if it is made longer: the other would change its last bits.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +16,10 @@ import numpy as np
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.data.sample_sources import SampleSource
+from lockstep.ledger.ledger import Ledger
 from lockstep.models.model_facts import ModelFacts
 from lockstep.run.planning.run_plan import RunPlan
+from lockstep.run.planning.working_folder import START_EVENT
 from lockstep.train.decoder_layers import has_compiler
 
 SAVED_S, SAVED_FUSED_S = 40e-9, 10e-9
@@ -42,7 +45,12 @@ class CompileChoice:
 
 
 def choose_compilation(
-    config: RunConfig, plan: RunPlan, models: Mapping[str, ModelFacts], device: str, data: SampleSource[Any]
+    config: RunConfig,
+    plan: RunPlan,
+    models: Mapping[str, ModelFacts],
+    device: str,
+    data: SampleSource[Any],
+    resumed: Path | None = None,
 ) -> tuple[RunPlan, list[str]]:
     """Decides for every trained role whose `trainer.compile` is `auto`. Returns the plan with the choices, and what to
     tell the user about them.
@@ -51,20 +59,38 @@ def choose_compilation(
         models: the models of all trained roles, by name.
         device: the kind of device of the ranks.
         data: what the run trains on, or what engines complete.
+        resumed: folder of the run, if it is resumed.
     """
     found: dict[str, Literal["off", "layers"]] = {}
     notes = []
-    for role in (role for role in config.train_roles if role.trainer.compile == "auto"):
-        choice = _choose(config, plan, role, models[role.name], device, data)
+    undecided = [role for role in config.train_roles if role.trainer.compile == "auto"]
+    before = _choices_of_run(resumed) if undecided and resumed is not None else {}
+    for role in undecided:
+        choice = _choose(config, plan, role, models[role.name], device, data, before.get(role.name))
         found[role.name] = choice.compile
         notes.append(f"{role.field('trainer.compile')} auto is {choice.compile}: {choice.reason}")
     return replace(plan, compile=found), notes
 
 
+def _choices_of_run(run: Path) -> dict[str, Any]:
+    """What roles did in the run so far, by name."""
+    with Ledger.reader(run) as ledger:
+        starts = [event.fields.get("compile") for event in ledger.events() if event.kind == START_EVENT]
+    return {role: choice for choices in starts for role, choice in (choices or {}).items()}
+
+
 def _choose(
-    config: RunConfig, plan: RunPlan, role: TrainRole, model: ModelFacts, device: str, data: SampleSource[Any]
+    config: RunConfig,
+    plan: RunPlan,
+    role: TrainRole,
+    model: ModelFacts,
+    device: str,
+    data: SampleSource[Any],
+    before: Literal["off", "layers"] | None,
 ) -> CompileChoice:
     obstacle = compile_obstacle(role, model, device, config.cluster.kind == "local", has_compiler())
+    if before is not None and (obstacle is None or before == "off"):
+        return CompileChoice(before, "the run began with it")
     if obstacle is not None:
         return CompileChoice("off", obstacle)
     tokens = config.steps * config.passes_of(role) * tokens_per_step(config, data) / role.trainer.ranks
@@ -117,7 +143,7 @@ def tokens_per_step(config: RunConfig, data: SampleSource[Any]) -> float:
     wanted = config.generation
     if wanted is not None:
         completion = GENERATED_SHARE * config.rollout.sampling.max_tokens
-        return wanted.prompts_per_step * (length + wanted.group_size * completion)
+        return wanted.prompts_per_step * length + config.sequences_per_step * completion
     per_sample = 2 if config.data_kind == "pairs" else 1
     return config.sequences_per_step / per_sample * length
 

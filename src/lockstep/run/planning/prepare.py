@@ -146,7 +146,7 @@ def prepare_run(
     _check_tokens_of_roles(config, tokenizer, others)
     models = {config.policy.name: model, **others}
     data = open_run_data(config, models, tokenizer)
-    plan, compile_notes = choose_compilation(config, plan, models, host.device, data.samples)
+    plan, compile_notes = choose_compilation(config, plan, models, host.device, data.samples, resume)
     notes += [*_mixture_notes(config, data), *compile_notes]
     prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
     if prepared.resuming:

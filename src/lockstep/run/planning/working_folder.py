@@ -9,7 +9,8 @@ from pathlib import Path
 from lockstep.ledger.ledger import Ledger
 
 START_EVENT = "start"
-"""The ledger event of every start of a run, with the number of rows in use and the folders of `start_folders`."""
+"""The ledger event of every start of a run, with the number of rows in use, the choices for `trainer.compile: auto`,
+and the folders of `start_folders`."""
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Ray sets it in the driver of a job, whose working folder is deleted after the job."""
 

@@ -26,6 +26,9 @@ def make_model(role: TrainRole, ranks: ParallelContext) -> PolicyModel:
     policy = load_policy(role.model, ranks.device, meta=True, dtype=compute)
     if role.model.adapter is not None:
         add_adapter(policy, role.model.adapter)
+    # DeepSpeed casts an adapter, and the weights trained with it, only if no parameter was partitioned before.
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.to(compute)
     prepare_layers(policy, role.trainer, ranks.device, compute, may_fuse(role))
     return policy
 

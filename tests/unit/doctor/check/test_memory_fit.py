@@ -108,6 +108,36 @@ def test_deepspeed_runs_get_the_lowest_stage_that_fits(usable_gb: int, ranks: in
     assert judged(zero | expected).severity == "ok"
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+def test_no_stage_is_suggested_that_the_run_would_refuse(reshards: bool) -> None:
+    trainer = {"kind": "deepspeed", "ranks": 4, "reshard_after_forward": reshards}
+    run = config(trainer=trainer, token_budget=2048)
+
+    def needs(role: TrainRole, token_budget: int) -> dict[str, int]:
+        return DeepSpeedPlanner().memory(role, FACTS, token_budget)
+
+    fix = memory_fit.settings_that_fit(run, run.policy, needs, int(50e9))
+    assert ("stage=3" in fix) is reshards
+
+
+@pytest.mark.parametrize("trainer", [
+    {"deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}},
+    {"deepspeed": {"zero_optimization": {"stage": 3}}, "offload": {"optimizer": True, "parameters": True}},
+])  # fmt: skip
+def test_offloading_saves_nothing_where_the_device_is_the_host(trainer: dict[str, Any]) -> None:
+    def needs(role: TrainRole, token_budget: int) -> dict[str, int]:
+        return DeepSpeedPlanner().memory(role, FACTS, token_budget)
+
+    def judged(trainer: dict[str, Any], memory: ProcessMemory) -> str:
+        run = config(trainer={"kind": "deepspeed", "ranks": 2, **trainer})
+        return memory_fit.judge_memory(run, needs, None, memory)[0].seen
+
+    plain = {"deepspeed": {"zero_optimization": {"stage": 3}}}
+    host = ProcessMemory("cpu", 512 << 30)
+    assert judged(trainer, host) == judged(plain, host)
+    assert judged(trainer, H100) != judged(plain, H100)
+
+
 class CriticConfig(GRPOConfig):
     """GRPO with a second trained model of the same size."""
 

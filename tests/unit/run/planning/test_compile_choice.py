@@ -15,11 +15,13 @@ from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.loader import check_config
 from lockstep.config.run_config import RunConfig
 from lockstep.data.samples import Document, Pair, Prompt
+from lockstep.ledger.ledger import Ledger
 from lockstep.models.model_facts import AdapterFacts, ModelFacts
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.planning import compile_choice
 from lockstep.run.planning.compile_choice import MARGIN, compile_obstacle, tokens_per_step, weigh
 from lockstep.run.planning.prepare import PreparedRun, dry_run, prepare_run
+from lockstep.run.planning.working_folder import START_EVENT
 from lockstep.run.run_id import claim_run_id
 from lockstep.run.worker_launcher import RunWorkerLauncher
 
@@ -100,6 +102,11 @@ def test_the_tokens_of_a_step_are_those_that_the_trainer_computes() -> None:
         "grpo", prompts_per_step=2, group_size=4, rollout=rollout, reward={"terms": [{"kind": "exact_match"}]}
     )
     assert tokens_per_step(online, prompts) == 2 * (12 + 4 * 10)
+    best = config(
+        "rejection_sampling", prompts_per_step=2, group_size=4, rollout=rollout,
+        reward={"terms": [{"kind": "exact_match"}]},
+    )  # fmt: skip
+    assert tokens_per_step(best, prompts) == 2 * (12 + 10), "only the best of four completions is trained on"
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +152,22 @@ def test_ranks_get_what_was_chosen_and_the_user_reads_why(home: Path, tmp_path: 
     assert note.startswith("trainer.compile auto is layers: compiling saves about")
     assert started_with(long, tmp_path / "long") == "layers"
     assert prepare_run(local(home, trainer={"compile": "layers"}), None).plan.compile == {}
+
+
+@pytest.mark.parametrize("began_with", ["off", "layers"])
+def test_a_resumed_run_keeps_its_choice_if_it_is_made_longer_or_shorter(
+    began_with: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, many = 2, 100_000_000
+    began, then = local(home, name=began_with, steps=few if began_with == "off" else many), home / began_with
+    choice = dict(prepare_run(began, None).plan.compile)
+    with Ledger.create(then, began.model_dump(mode="json")) as ledger:
+        ledger.record_event(START_EVENT, rows=20, row_counts=[20], compile=choice)
+    other = prepare_run(local(home, name=began_with, steps=many if began_with == "off" else few), then)
+    assert other.plan.compile == {"policy": began_with}
+    assert f"trainer.compile auto is {began_with}: the run began with it" in other.notes
+    monkeypatch.setattr(compile_choice, "has_compiler", lambda: False)
+    assert prepare_run(began, then).plan.compile == {"policy": "off"}, "what is not possible any more is not kept"
 
 
 def test_without_a_compiler_it_is_off(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,8 @@ def judge_memory(
         served: the bytes of a rank of each served role, as far as they are known.
         shape: the shape of the policy's model, which engines serve; None if it is not known.
     """
-    roles = {role.name: ranks(role, config.token_budget) for role in config.train_roles}
+    wanted = [_on_host(role) if memory.device == "cpu" else role for role in config.train_roles]
+    roles = {role.name: ranks(role, config.token_budget) for role in wanted}
     engine = engine_memory_parts(config, shape) if config.needs_engines and shape is not None else {}
     if memory.bytes == 0:
         device = "a GPU" if memory.device == "cuda" else "this host"
@@ -100,6 +101,15 @@ def judge_memory(
     if engine and shape is not None:
         found += _judge_engine_memory(config, shape, roles, engine, memory)
     return found
+
+
+def _on_host(role: TrainRole) -> TrainRole:
+    """The role without DeepSpeed's offloading, which frees nothing if the rank computes in host memory anyway."""
+    given = role.trainer.deepspeed or {}
+    zero = {n: each for n, each in (given.get("zero_optimization") or {}).items() if not n.startswith("offload_")}
+    offload = role.trainer.offload.model_copy(update={"parameters": False, "optimizer": False})
+    changed = {"deepspeed": {**given, "zero_optimization": zero}, "offload": offload}
+    return role.model_copy(update={"trainer": role.trainer.model_copy(update=changed)})
 
 
 def _judge_host_memory(
@@ -284,12 +294,13 @@ def _deepspeed_settings_that_fit(role: TrainRole, fits: Callable[[dict[str, Any]
     given = role.trainer.deepspeed or {}
     zero = dict(given.get("zero_optimization") or {})
     stage = zero.get("stage", 2)
+    highest = 3 if role.trainer.reshard_after_forward else 2  # stage 3 frees gathered parameters
     in_host_memory = {"offload_optimizer": {"device": "cpu"}}
     further = {**in_host_memory, "offload_param": {"device": "cpu"}}
     tried: list[tuple[int, dict[str, Any]]] = [(each, {}) for each in range(stage + 1, 4)]
     tried += [(each, in_host_memory) for each in range(max(1, stage), 4)] + [(3, further)]
     for each, offload in tried:
-        if fits({**given, "zero_optimization": {**zero, "stage": each, **offload}}):
+        if each <= highest and fits({**given, "zero_optimization": {**zero, "stage": each, **offload}}):
             path = role.field("trainer.deepspeed.zero_optimization")
             changes = [f"{path}.stage={each}"] if each != stage else []
             return [" with ".join([*changes, *(f"{path}.{place}.device=cpu" for place in offload)])]
