@@ -82,9 +82,10 @@ def test_a_killed_run_is_finished_after_fewer_steps(reference: References, tmp_p
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_not_trained_on(reference: References, tmp_path: Path, recipe: str) -> None:
-    """One byte of the newest checkpoint changes on disk: the run resumes from the one before."""
+    """One byte of the newest checkpoint changes on disk: the run resumes from the one before. All are complete when the
+    model is exported."""
     interrupted = InterruptedRun(reference(recipe), tmp_path, recipe)
-    interrupted.kill("train", STEPS - 1, 0.5)
+    interrupted.kill("export", None, 0.5)
     with Ledger.reader(interrupted.run) as ledger:
         before, newest_path = (row.path for row in ledger.checkpoints()[-2:])
     file = newest_path / "rank-00001.safetensors"

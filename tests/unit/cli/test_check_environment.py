@@ -73,7 +73,9 @@ def test_terminal_escapes_are_not_printed() -> None:
 
 def test_the_environment_of_workers_on_other_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.delenv("LOCKSTEP_BEACONS", raising=False)  # `lockstep top`, tested in this process, sets it for root
+    # `lockstep top` and DeepSpeed, if they were used in this process, have set variables.
+    for name in ("LOCKSTEP_BEACONS", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        monkeypatch.delenv(name, raising=False)
     config = [str(Path(__file__).parents[3] / "examples" / "grpo_sort.yaml"), "cluster.kind=ray"]
     shell = {"DEEPSPEED_TIMEOUT": "30", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth0"}
     code, output = check(*config, "cluster.env.NCCL_PROTO=LL256", "--env", "--json", env=shell)
