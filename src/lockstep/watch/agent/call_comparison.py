@@ -83,12 +83,12 @@ class _FollowedCommunicator:
     members: set[MemberKey]
     """The members that made the calls."""
     incarnation: int
-    """See `CommunicatorLife`; -1 if the members differ in it."""
+    """See `CommunicatorLife`; -1 if the members differ in it, or if all are on this host."""
     usual: dict[int, FollowedCall] = field(default_factory=dict)
     """The first known call of each sequence number."""
     signatures: set[int] = field(default_factory=set)
     windows: CallWindows | None = None
-    """None if all members are on this host."""
+    """None without incarnation, by which other hosts know the communicator."""
 
     def add(self, call: FollowedCall) -> FollowedCall:
         """Adds a call of a member. Returns the first known one of its sequence number."""
@@ -152,7 +152,7 @@ class CallComparison:
         return [
             (CommunicatorLife(identity, known.incarnation), digest)
             for identity, known in self._communicators.items()
-            if known.windows is not None and known.incarnation >= 0
+            if known.windows is not None
             for digest in known.windows.take()
         ]
 
@@ -161,9 +161,7 @@ class CallComparison:
         return [
             (CommunicatorLife(identity, known.incarnation), found.seq)
             for identity, found in self._differences.items()
-            if (known := self._communicators.get(identity)) is not None
-            and known.windows is not None
-            and known.incarnation >= 0
+            if (known := self._communicators.get(identity)) is not None and known.windows is not None
         ]
 
     def calls_between(self, life: CommunicatorLife, first: int, last: int) -> list[FollowedCall]:
@@ -177,10 +175,9 @@ class CallComparison:
         """Reports the calls of the members from `seq` on, because those on another host differ. Returns False if the
         communicator is unknown here so far."""
         known, found = self._communicators.get(life.identity), self._differences.get(life.identity)
-        reported = found is not None and found.shown is not None
         if known is None or known.incarnation != life.incarnation:
             return False
-        if not reported:
+        if found is None or found.shown is None:
             self._found(life.identity, seq)
         return True
 
@@ -222,8 +219,9 @@ class CallComparison:
         keys = {_member_key(*each) for each in members}
         known = self._communicators.get(identity)
         if known is None:
-            windows = CallWindows() if _has_others(members) else None
-            known = self._communicators[identity] = _FollowedCommunicator(keys, _incarnation(members), windows=windows)
+            incarnation = _incarnation(members) if _has_others(members) else -1
+            windows = CallWindows() if incarnation >= 0 else None
+            known = self._communicators[identity] = _FollowedCommunicator(keys, incarnation, windows=windows)
         if {pid for pid, *_ in known.members - keys} & {pid for pid, *_ in keys - known.members}:
             return  # created again, and not yet by all
         known.members = keys

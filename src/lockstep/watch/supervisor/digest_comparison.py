@@ -7,6 +7,7 @@ calls from there on. From then on the difference is in the evidence, and the dia
 A digest costs 24 bytes per host, communicator and window of 32 calls, and is compared with one other digest.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ class DigestComparison:
 
     def __init__(self, links: Callable[[], Iterable[AgentConnection]]) -> None:
         self._links = links
-        self._known: dict[_Communicator, _Comparison] = {}
+        self._known: defaultdict[_Communicator, _Comparison] = defaultdict(_Comparison)
         self._shown: set[_Communicator] = set()
         """Those whose members differ."""
         self._members: dict[str, dict[str, frozenset[tuple[int, int]]]] = {}
@@ -100,17 +101,20 @@ class DigestComparison:
         try:
             for communicator, incarnation, seq in state.differences:
                 about = _Communicator(roster.communicators[_index(communicator)].key, incarnation)
-                self._show(about, self._known.setdefault(about, _Comparison()), seq)
+                self._show(about, self._known[about], seq)
             for communicator, incarnation, last, value in DIGEST_RECORD.iter_unpack(state.digests):
                 about = _Communicator(roster.communicators[communicator].key, incarnation)
                 self._compare(about, roster.host, CallDigest(last, value))
             for about in self._shown:
-                if roster.host not in self._known[about].asked:
+                if roster.host not in self._known[about].asked and self._has_members(roster.host, about):
                     self._ask_to_show(about, self._known[about], {roster.host})
         except IndexError:
             raise ValueError(
                 f"state of host {roster.host}: calls of a communicator that is none of {len(roster.communicators)}"
             ) from None
+
+    def _has_members(self, host: str, about: _Communicator) -> bool:
+        return about.key in self._members.get(host, ())
 
     def _replace_members(self, host: str, new: dict[str, frozenset[tuple[int, int]]]) -> None:
         old = self._members.pop(host, {})
@@ -122,9 +126,7 @@ class DigestComparison:
             self._shown.discard(about)
 
     def _compare(self, about: _Communicator, host: str, digest: CallDigest) -> None:
-        known = self._known.get(about)
-        if known is None:
-            known = self._known[about] = _Comparison()
+        known = self._known[about]
         found = known.table.add(host, digest)
         if found is not None and known.shown is None and not known.asking and known.attempts < MAX_ATTEMPTS:
             self._ask(about, known, found)
@@ -173,7 +175,7 @@ class DigestComparison:
             link.request("show", on_reply, REQUEST_S, seq=known.shown, **_address(about))
 
         for link in self._links():
-            if link.host in hosts and about.key in self._members.get(link.host, ()):
+            if link.host in hosts and self._has_members(link.host, about):
                 ask(link, known.asked)
 
 
