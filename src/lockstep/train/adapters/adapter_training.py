@@ -2,7 +2,7 @@
 dropout.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.config.model import AdapterConfig, ModelConfig
 from lockstep.models.hf_checkpoint import folder_digest, resolve_folder
-from lockstep.models.lora import derived_seed, with_dropout
+from lockstep.models.lora import derived_seed, with_dropout, without_adapter
 from lockstep.models.policy_model import PolicyModel
 
 
@@ -39,14 +39,39 @@ class InitialAdapter:
 
     @contextmanager
     def restored(self, parts: Mapping[str, Tensor]) -> Iterator[None]:
-        """Puts the initial values into `parts`, and restores the current ones exactly when the context ends. Copies
-        that the model computes with, such as gathered layers, keep their values: free or update them."""
+        """Puts the initial values into `parts`, and restores the current ones exactly when the context ends."""
         current = {name: tensor.clone() for name, tensor in parts.items()}
         _copy_parts(self._parts, parts)
         try:
             yield
         finally:
             _copy_parts(current, parts)
+
+
+@contextmanager
+def adapter_reference(
+    policy: PolicyModel,
+    initial: InitialAdapter | None,
+    parts: Callable[[], Mapping[str, Tensor]],
+    renew_copies: Callable[[], None],
+) -> Iterator[PolicyModel]:
+    """Yields the reference of a policy with an adapter: the policy without it, or with the initial values of what is
+    trained.
+
+    Args:
+        parts: returns this rank's part of each trained parameter, by name.
+        renew_copies: frees or updates what the model computes with, such as gathered layers, once the parts changed.
+    """
+    if initial is None:
+        with without_adapter(policy):
+            yield policy
+        return
+    try:
+        with initial.restored(parts()):
+            renew_copies()
+            yield policy
+    finally:
+        renew_copies()
 
 
 def adapter_dropout(policy: PolicyModel, adapter: AdapterConfig | None) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """The DeepSpeed trainer: one rank of a policy with its optimizer, and the frozen reference if a KL term needs one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,18 @@ import torch
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
-from lockstep.models.lora import starts_from_other_weights, without_adapter
+from lockstep.models.lora import starts_from_other_weights
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
-from lockstep.train.adapters.adapter_training import InitialAdapter, adapter_dropout, base_digests, seed_dropout
+from lockstep.train.adapters.adapter_training import (
+    InitialAdapter,
+    adapter_dropout,
+    adapter_reference,
+    base_digests,
+    seed_dropout,
+)
 from lockstep.train.adapters.merged_weights import MergedWeights
 from lockstep.train.checkpoints.checkpoint import CheckpointWriter, read_checkpoint
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
@@ -27,7 +33,7 @@ from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
 from lockstep.train.deepspeed.deepspeed_library import make_engine
 from lockstep.train.deepspeed.engine_settings import KIND, OffloadPlace, engine_settings, offloads, zero_stage
-from lockstep.train.deepspeed.published_weights import held_rows
+from lockstep.train.deepspeed.held_rows import held_rows
 from lockstep.train.deepspeed.zero_model import Reference, fill_model, make_model, register_parameters
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
@@ -300,22 +306,11 @@ class DeepSpeedTrainer:
         present = [group for group in groups if group["params"]]
         return torch.optim.AdamW(present, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
-    @contextmanager
-    def _as_reference(self) -> Iterator[PolicyModel]:
-        """Yields the reference: a separate model, the policy without its adapter, or with the adapter's initial
-        values."""
+    def _as_reference(self) -> AbstractContextManager[PolicyModel]:
+        """Yields the reference: a separate model, or the policy as it is without what was trained."""
         if self.reference is not None:
-            yield self.reference.policy
-        elif self.initial_adapter is None:
-            with without_adapter(self.policy):
-                yield self.policy
-        else:
-            try:
-                with self.initial_adapter.restored(self._master_weights()):
-                    self._set_weights()
-                    yield self.policy
-            finally:
-                self._set_weights()
+            return nullcontext(self.reference.policy)
+        return adapter_reference(self.policy, self.initial_adapter, self._master_weights, self._set_weights)
 
     def _master_weights(self) -> dict[str, torch.Tensor]:
         """This rank's part of the trained weights, by name in checkpoints."""

@@ -1,7 +1,8 @@
 """The FSDP2 trainer: one rank of a policy with its optimizer, and the frozen reference if a KL term needs one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,12 +14,18 @@ from torch import Tensor, nn
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
-from lockstep.models.lora import starts_from_other_weights, without_adapter
+from lockstep.models.lora import starts_from_other_weights
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
-from lockstep.train.adapters.adapter_training import InitialAdapter, adapter_dropout, base_digests, seed_dropout
+from lockstep.train.adapters.adapter_training import (
+    InitialAdapter,
+    adapter_dropout,
+    adapter_reference,
+    base_digests,
+    seed_dropout,
+)
 from lockstep.train.adapters.merged_weights import MergedWeights
 from lockstep.train.checkpoints import checkpoint
 from lockstep.train.checkpoints.checkpoint import LocalRows
@@ -319,22 +326,11 @@ class FSDP2Trainer:
         finally:
             self.ranks.leave()
 
-    @contextmanager
-    def _as_reference(self) -> Iterator[PolicyModel]:
-        """Yields the reference: a separate model, the policy without its adapter, or with the adapter's initial
-        values."""
+    def _as_reference(self) -> AbstractContextManager[PolicyModel]:
+        """Yields the reference: a separate model, or the policy as it is without what was trained."""
         if self.reference is not None:
-            yield self.reference
-        elif self.initial_adapter is None:
-            with without_adapter(self.policy):
-                yield self.policy
-        else:
-            free_gathered(self.policy)
-            with self.initial_adapter.restored(self._rows()):
-                try:
-                    yield self.policy
-                finally:
-                    free_gathered(self.policy)
+            return nullcontext(self.reference)
+        return adapter_reference(self.policy, self.initial_adapter, self._rows, partial(free_gathered, self.policy))
 
     def _backward(self, microbatch: MicroBatch[np.ndarray], metrics: MetricAccumulator) -> None:
         batch, chunk, outputs = microbatch.to(self.ranks.device), self.role.trainer.head_chunk, self.kept.pop()
