@@ -200,13 +200,13 @@ def memory(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{name}:"))
 
 
-def measure_all(variants: Sequence[str], repeats: int, size: Size, out: Path) -> list[Line]:
+def measure_all(variants: Sequence[str], repeats: int, size: Size, out: Path) -> Sequence[Line]:
     """Appends a line of JSON per repeat and variant to the record, which begins anew; returns all lines."""
+    from benchmarks.runner import write
     from lockstep.models.tiny_model import TinyModel, make_tiny
 
-    lines: list[Line] = []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("")
+    lines: list[dict[str, Any]] = []
+    out.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as scratch:
         for name, each in (("small", SMALL), ("model", size)):
             make_tiny(Path(scratch) / name, replace(TinyModel(), **each.sizes, max_length=1024, seed=1))
@@ -218,8 +218,7 @@ def measure_all(variants: Sequence[str], repeats: int, size: Size, out: Path) ->
             for name, found in zip(order, measure(Path(scratch), order, size), strict=True):
                 lines.append({"variant": name, "repeat": repeat, **work, **found, "load": load})
                 check_losses(lines[0], lines[-1])
-                with out.open("a") as file:
-                    file.write(json.dumps(lines[-1]) + "\n")
+                write(out, lines[-1])
     return lines
 
 

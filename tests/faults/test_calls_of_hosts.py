@@ -2,22 +2,20 @@
 while the job runs on, and a healthy job on two hosts is silent."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from test_supervisor import PATIENCE, TOKEN, until
+from agent_hosts import SimulatedHost, start_host, supervised
+from test_supervisor import TOKEN, until
 
 from lockstep.base.folders import new_run_id
 from lockstep.watch.agent.agent_client import AgentClient
-from lockstep.watch.agent.service_discovery import ServiceAddress
-from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
 RANKS_PER_HOST = 2
 WORLD = 2 * RANKS_PER_HOST
@@ -59,34 +57,16 @@ class Job:
 
     folder: Path
     run: str = field(default_factory=lambda: new_run_id("hosts"))
-    agents: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
-    addresses: list[ServiceAddress] = field(default_factory=list)
+    hosts: list[SimulatedHost] = field(default_factory=list)
     events: list[SupervisorEvent] = field(default_factory=list)
-    clients: list[AgentClient] = field(default_factory=list)
 
-    def environment(self, node: str) -> dict[str, str]:
-        return {**os.environ, "LOCKSTEP_BEACONS": str(self.folder / f"shm-{node}"), "OMP_NUM_THREADS": "1"}
-
-    def start_agent(self, node: str) -> None:
-        folder = self.folder / node
-        folder.mkdir()
-        self.agents.append(subprocess.Popen(
-            [sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", self.run, "--folder", str(folder),
-             "--node", node, "--controller", str(os.getpid()), "--kill-grace", "0.5"],
-            env={**self.environment(node), "LOCKSTEP_TOKEN": TOKEN}, start_new_session=True, stderr=subprocess.DEVNULL,
-        ))  # fmt: skip
-        until(lambda: (folder / "agent.json").exists(), 30, "an agent")
-        self.addresses.append(ServiceAddress.read(folder))
-        self.clients.append(AgentClient(self.addresses[-1], TOKEN))
-
-    def start_ranks(self) -> None:
-        for rank in range(WORLD):
-            host = rank // RANKS_PER_HOST
-            argv = [sys.executable, str(self.folder / "worker.py"), self.run, str(rank), str(WORLD), str(WORLD - 1)]
-            self.clients[host].spawn(
-                f"policy-{rank}", [*argv, str(self.folder)], log_path=self.folder / f"{rank}.log",
-                env=self.environment("ab"[host]),
-            )  # fmt: skip
+    def start_ranks(self, clients: ExitStack) -> None:
+        for number, host in enumerate(self.hosts):
+            client = clients.enter_context(closing(AgentClient(host.address, TOKEN)))
+            for rank in range(number * RANKS_PER_HOST, (number + 1) * RANKS_PER_HOST):
+                argv = [sys.executable, str(self.folder / "worker.py"), self.run, str(rank), str(WORLD), str(WORLD - 1)]
+                log = self.folder / f"{rank}.log"
+                client.spawn(f"policy-{rank}", [*argv, str(self.folder)], log_path=log, env=host.environment)
 
     def step(self, rank: int) -> int:
         path = self.folder / f"{rank}.step"
@@ -96,12 +76,10 @@ class Job:
         return [each for each in self.events if each.verdict["kind"] == "mismatch" and each.level == "confirmed"]
 
     def close(self) -> None:
-        for each in self.clients:
-            each.close()
-        for agent in self.agents:
-            agent.terminate()
-        for agent in self.agents:
-            agent.wait(20)
+        for host in self.hosts:
+            host.agent.terminate()
+        for host in self.hosts:
+            host.agent.wait(20)
 
 
 @pytest.fixture
@@ -111,13 +89,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
     with ExitStack() as stack:
         stack.callback(made.close)
         for node in "ab":
-            made.start_agent(node)
-        settings = SupervisorSettings(
-            made.run, 1, tmp_path, tmp_path / "incidents", made.addresses, os.getpid(), PATIENCE
-        )
-        supervision = SupervisorClient(settings, TOKEN, made.events.append)
-        stack.callback(supervision.close)
-        made.start_ranks()
+            made.hosts.append(start_host(tmp_path, made.run, node))
+        supervision = stack.enter_context(supervised(tmp_path, made.run, made.hosts, made.events))
+        made.start_ranks(stack)
         until(lambda: min(map(made.step, range(WORLD))) > 3 and supervision.connected.is_set(), 90, "all ranks train")
         yield made
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -12,21 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from agent_hosts import SimulatedHost, start_host, supervised
 from test_supervisor import PATIENCE, TOKEN, WORKER, until
 
 from lockstep.base.folders import new_run_id
 from lockstep.watch.agent.agent_client import AgentClient
-from lockstep.watch.agent.service_discovery import ServiceAddress
-from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
 HOSTS = ("a", "b", "c", "d")
-
-
-@dataclass
-class _Host:
-    agent: "subprocess.Popen[bytes]"
-    address: ServiceAddress
-    environment: dict[str, str]
 
 
 @dataclass
@@ -35,21 +27,9 @@ class Job:
 
     folder: Path
     run: str = field(default_factory=lambda: new_run_id("hosts"))
-    hosts: dict[str, _Host] = field(default_factory=dict)
+    hosts: dict[str, SimulatedHost] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)
     events: list[SupervisorEvent] = field(default_factory=list)
-
-    def start_agent(self, node: str) -> None:
-        folder = self.folder / node
-        folder.mkdir()
-        environment = {**os.environ, "LOCKSTEP_BEACONS": str(self.folder / f"shm-{node}")}
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", self.run, "--folder", str(folder),
-             "--node", node, "--controller", str(os.getpid()), "--kill-grace", "0.5"],
-            env={**environment, "LOCKSTEP_TOKEN": TOKEN}, start_new_session=True, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        until(lambda: (folder / "agent.json").exists(), 30, "an agent")
-        self.hosts[node] = _Host(agent, ServiceAddress.read(folder), environment)
 
     def start_workers(self, clients: ExitStack) -> None:
         for number, host in enumerate(self.hosts.values()):
@@ -79,11 +59,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
     with ExitStack() as stack:
         stack.callback(made.close)
         for node in HOSTS:
-            made.start_agent(node)
-        addresses = [host.address for host in made.hosts.values()]
-        settings = SupervisorSettings(made.run, 1, tmp_path, tmp_path / "incidents", addresses, os.getpid(), PATIENCE)
-        supervision = SupervisorClient(settings, TOKEN, made.events.append)
-        stack.callback(supervision.close)
+            made.hosts[node] = start_host(tmp_path, made.run, node)
+        supervision = stack.enter_context(supervised(tmp_path, made.run, [*made.hosts.values()], made.events))
         made.start_workers(stack)
         until(lambda: (tmp_path / "policy-1.3").exists() and supervision.connected.is_set(), 60, "all work")
         time.sleep(2.0)  # the supervisor knows all hosts
