@@ -105,13 +105,11 @@ def command(
 
 def _stored_config(run: Path, overrides: list[str]) -> "RunConfig | None":
     """The config with which a run resumes, or None if it cannot be read, which preparing the run reports."""
-    from lockstep.config.loader import apply_overrides, check_config
     from lockstep.ledger.errors import LedgerError
-    from lockstep.ledger.ledger import Ledger
+    from lockstep.run.planning.resumed_run import stored_config
 
     try:
-        with Ledger.reader(run) as ledger:
-            return check_config(apply_overrides(ledger.config(), overrides), source=str(run))
+        return stored_config(run, overrides)
     except (LedgerError, ValueError, OSError):
         return None
 

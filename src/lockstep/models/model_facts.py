@@ -62,6 +62,8 @@ class ModelFacts:
     """Coefficient of the routers' auxiliary loss; 0 for none."""
     layout_refusal: str | None = None
     """Why the model cannot take rows of several segments; None if the rank has to find out."""
+    device: str = "cuda"
+    """The kind of device of the ranks, for which `dtype` was resolved."""
     fused_layers: bool = False
     """Whether the decoder layers have a fused forward, which is used in float32 on a CPU."""
 
@@ -93,6 +95,7 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
         router_aux_loss=_router_coefficient(cfg, policy),
         layout_refusal=policy.layout_refusal,
+        device=device,
         fused_layers=policy.fuse_layers() is None,
     )
 

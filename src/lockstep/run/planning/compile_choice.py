@@ -6,9 +6,8 @@ choice follows from the config, the model, the data and the presence of a compil
 A resumed run keeps the choice that it began with, also if it is made longer: the other would change its last bits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,10 +15,9 @@ import numpy as np
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.data.sample_sources import SampleSource
-from lockstep.ledger.ledger import Ledger
 from lockstep.models.model_facts import ModelFacts
+from lockstep.run.planning.resumed_run import StartFields
 from lockstep.run.planning.run_plan import RunPlan
-from lockstep.run.planning.working_folder import START_EVENT
 from lockstep.train.decoder_layers import has_compiler
 
 SAVED_S, SAVED_FUSED_S = 40e-9, 10e-9
@@ -48,35 +46,25 @@ def choose_compilation(
     config: RunConfig,
     plan: RunPlan,
     models: Mapping[str, ModelFacts],
-    device: str,
     data: SampleSource[Any],
-    resumed: Path | None = None,
+    starts: Sequence[StartFields] = (),
 ) -> tuple[RunPlan, list[str]]:
     """Decides for every trained role whose `trainer.compile` is `auto`. Returns the plan with the choices, and what to
     tell the user about them.
 
     Args:
         models: the models of all trained roles, by name.
-        device: the kind of device of the ranks.
         data: what the run trains on, or what engines complete.
-        resumed: folder of the run, if it is resumed.
+        starts: what the earlier starts of a resumed run recorded.
     """
     found: dict[str, Literal["off", "layers"]] = {}
     notes = []
-    undecided = [role for role in config.train_roles if role.trainer.compile == "auto"]
-    before = _choices_of_run(resumed) if undecided and resumed is not None else {}
-    for role in undecided:
-        choice = _choose(config, plan, role, models[role.name], device, data, before.get(role.name))
+    before = {role: choice for start in starts for role, choice in start.get("compile", {}).items()}
+    for role in (role for role in config.train_roles if role.trainer.compile == "auto"):
+        choice = _choose(config, plan, role, models[role.name], data, before.get(role.name))
         found[role.name] = choice.compile
         notes.append(f"{role.field('trainer.compile')} auto is {choice.compile}: {choice.reason}")
     return replace(plan, compile=found), notes
-
-
-def _choices_of_run(run: Path) -> dict[str, Any]:
-    """What roles did in the run so far, by name."""
-    with Ledger.reader(run) as ledger:
-        starts = [event.fields.get("compile") for event in ledger.events() if event.kind == START_EVENT]
-    return {role: choice for choices in starts for role, choice in (choices or {}).items()}
 
 
 def _choose(
@@ -84,11 +72,10 @@ def _choose(
     plan: RunPlan,
     role: TrainRole,
     model: ModelFacts,
-    device: str,
     data: SampleSource[Any],
     before: Literal["off", "layers"] | None,
 ) -> CompileChoice:
-    obstacle = compile_obstacle(role, model, device, config.cluster.kind == "local", has_compiler())
+    obstacle = compile_obstacle(role, model, config.cluster.kind == "local", has_compiler())
     if before is not None and (obstacle is None or before == "off"):
         return CompileChoice(before, "the run began with it")
     if obstacle is not None:
@@ -98,7 +85,7 @@ def _choose(
     return weigh(tokens, model, threads)
 
 
-def compile_obstacle(role: TrainRole, model: ModelFacts, device: str, on_this_host: bool, compiler: bool) -> str | None:
+def compile_obstacle(role: TrainRole, model: ModelFacts, on_this_host: bool, compiler: bool) -> str | None:
     """Says why a role's layers cannot be compiled, or why it is not known whether that pays; None if it is.
 
     Args:
@@ -108,7 +95,7 @@ def compile_obstacle(role: TrainRole, model: ModelFacts, device: str, on_this_ho
     obstacles = {
         f"trainer.kind is {role.trainer.kind}, which compiles nothing": role.trainer.kind != "fsdp2",
         "the routers of compiled layers cannot be recorded": bool(model.router_aux_loss),
-        f"the gain was not measured on {device}": device != "cpu",
+        f"the gain was not measured on {model.device}": model.device != "cpu",
         f"the gain was not measured in {model.dtype}": model.dtype != "float32",
         "the gain was not measured with an adapter": model.adapter is not None,
         f"attention cannot be left out of the compiled layers: {model.layout_refusal}": model.layout_refusal

@@ -4,23 +4,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lockstep.base.json_text import read_json
 from lockstep.base.text import count_noun
 from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.config.cluster import PlacementConfig, RayClusterConfig
 from lockstep.config.data import DatasetConfig
-from lockstep.config.loader import accepts_overrides, apply_overrides, check_config
+from lockstep.config.loader import accepts_overrides
 from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.data.dataset_rows import HubDataUnreachable
 from lockstep.data.datasets import load_rows
 from lockstep.data.mixture import mixture_weights
-from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.errors import FolderExists
-from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import INDEX_FILE, holds_only_inputs
 from lockstep.models.adapter_folder import resolve_adapter
 from lockstep.models.errors import HubUnreachable, ModelError, naming_fields_in
@@ -30,8 +27,7 @@ from lockstep.report.step_callbacks import OnStep
 from lockstep.rewards.reward_terms import check_terms, term_names
 from lockstep.rollout.environments.tools import chat_template_tools
 from lockstep.rollout.vllm.vllm_setup import check_installed
-from lockstep.run.errors import RunFinished, RunRefused
-from lockstep.run.evaluation.early_stopping import stop_reason
+from lockstep.run.errors import RunRefused
 from lockstep.run.planning.compile_choice import choose_compilation
 from lockstep.run.planning.input_files import check_inputs
 from lockstep.run.planning.parent_run import ParentRun, find_parent
@@ -43,11 +39,10 @@ from lockstep.run.planning.resources import (
     local_node,
     uses_existing_cluster,
 )
+from lockstep.run.planning.resumed_run import check_same_data, earlier_starts, resumed_config
 from lockstep.run.planning.run_data import RunData, open_run_data
 from lockstep.run.planning.run_plan import RunPlan, assign_nodes, make_plan
 from lockstep.run.planning.served_models import differing_tokens, served_models
-from lockstep.run.planning.working_folder import START_EVENT
-from lockstep.run.run_id import release_shared_memory
 from lockstep.watch.agent.prepared_agent import PreparedAgent
 
 if TYPE_CHECKING:
@@ -115,7 +110,7 @@ def prepare_run(
         config = resolve_adapters(config)
     if resume is not None:
         check_inputs(resume)
-        config, notes = _resumed_config(config, resume, overrides)
+        config, notes = resumed_config(config, resume, overrides)
     if config is None:
         raise RunRefused("name a file to train from, or a run with --resume")
     from_run = None if parent is None else find_parent(parent, config)
@@ -128,13 +123,36 @@ def prepare_run(
     if host is None:
         host, nodes = _find_resources(config, list_nodes)
     model, others = _measure_models(config, host.device)
-    plan = make_plan(config, model, host, others)
-    notes += placement_notes(config)
-    if config.cluster.kind == "ray":
-        own = not uses_existing_cluster(config.cluster)
-        usable = [local_node(plan.wanted, host)] if own else nodes
-        plan = assign_nodes(plan, config.placement, usable, lambda changes: accepts_overrides(config, changes))
-        notes += [plan.busy] if plan.busy else []
+    plan, placed_notes = _place(config, make_plan(config, model, host, others), host, nodes)
+    notes += placed_notes
+    _check_rewards_and_trackers(config)
+    tokenizer = load_tokenizer(config.model)
+    _check_tokens_of_roles(config, tokenizer, others)
+    models = {config.policy.name: model, **others}
+    data = open_run_data(config, models, tokenizer)
+    starts = [] if resume is None else earlier_starts(resume)
+    plan, compile_notes = choose_compilation(config, plan, models, data.samples, starts)
+    notes += [*_mixture_notes(config, data), *compile_notes]
+    prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
+    check_same_data(folder, starts, config.data.sources, prepared.row_counts)
+    return prepared
+
+
+def _place(
+    config: RunConfig, plan: RunPlan, host: HostResources, nodes: list[NodeResources] | None
+) -> tuple[RunPlan, list[str]]:
+    """The plan with the nodes of its processes, if the cluster has several, and notes on the placement."""
+    notes = placement_notes(config)
+    if config.cluster.kind != "ray":
+        return plan, notes
+    own = not uses_existing_cluster(config.cluster)
+    usable = [local_node(plan.wanted, host)] if own else nodes
+    plan = assign_nodes(plan, config.placement, usable, lambda changes: accepts_overrides(config, changes))
+    return plan, [*notes, *([plan.busy] if plan.busy else [])]
+
+
+def _check_rewards_and_trackers(config: RunConfig) -> None:
+    """Raises an error if a reward term or a tracker lacks something, or if groups are filtered by an unknown term."""
     if config.reward is not None:
         check_terms(config.reward.terms)
         _check_filter_metric(config)
@@ -142,16 +160,6 @@ def prepare_run(
         from lockstep.report.trackers import check_trackers  # imports libraries that few runs need
 
         check_trackers(config.tracking)
-    tokenizer = load_tokenizer(config.model)
-    _check_tokens_of_roles(config, tokenizer, others)
-    models = {config.policy.name: model, **others}
-    data = open_run_data(config, models, tokenizer)
-    plan, compile_notes = choose_compilation(config, plan, models, host.device, data.samples, resume)
-    notes += [*_mixture_notes(config, data), *compile_notes]
-    prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
-    if prepared.resuming:
-        _check_same_data(prepared)
-    return prepared
 
 
 def _find_resources(
@@ -273,69 +281,6 @@ def _differing_tokens(config: RunConfig, role: TrainRole, tokenizer: "Tokenizer"
     except ModelError:
         return []
     return differing_tokens(tokenizer, own)
-
-
-def _resumed_config(config: RunConfig | None, folder: Path, overrides: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """Returns the config of a resumed run, and notes on changes. Raises RunRefused for changes that would change the
-    result."""
-    with Ledger.reader(folder) as ledger:
-        old: dict[str, Any] = ledger.config()
-        if config is None:
-            config = check_config(apply_overrides(old, overrides), source=str(folder))
-        changes = compare_config(old, config.model_dump(mode="json"), ledger.steps_done())
-        refused = [str(change) for change in changes if change.changes_result]
-        if refused:
-            raise RunRefused(
-                f"{folder} cannot resume with these changes, they would change its result: {'; '.join(refused)}. "
-                "Start a new run for them (name=...)"
-            )
-        _check_not_finished(config, ledger)
-    return config, _change_notes(changes)
-
-
-def _check_same_data(prepared: PreparedRun) -> None:
-    """Raises RunRefused if the number of rows has changed since the run began: rows would be repeated or skipped."""
-    with Ledger.reader(prepared.folder) as ledger:
-        starts = [event.fields for event in ledger.events() if event.kind == START_EVENT]
-    if not starts:
-        return
-    # Earlier versions recorded only the total.
-    before = [int(count) for count in starts[0].get("row_counts", [starts[0]["rows"]])]
-    for data, old, new in zip(prepared.config.data.sources, before, prepared.row_counts, strict=True):
-        if old != new:
-            raise RunRefused(
-                f"{data.path} had {count_noun(old, 'row')} to use when {prepared.folder} began, "
-                f"and has {new} now, in another order: restore the data, or start a new run (name=...)"
-            )
-
-
-def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
-    """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is the last file of a run."""
-    try:
-        summary = read_json(ledger.folder / "summary.json")
-        attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return
-    exports = [ledger.folder / each.folder for each in config.exports]
-    exported = all(export.is_dir() for export in exports)
-    history = {row.step + 1: row.metrics for row in ledger.evaluations()}
-    stopped = stop_reason(config.early_stopping, history, done)
-    if (attempt, reason) == (ledger.generation, "finished") and (done >= config.steps or stopped) and exported:
-        release_shared_memory(ledger.folder)
-        where = f", its model is in {' and '.join(map(str, exports))}" if exports else ""
-        early = f"It stopped early: {stopped}. For more, raise early_stopping.patience"
-        more, steps = early if stopped else "For more, raise steps", count_noun(config.steps, "step")
-        raise RunFinished(f"{ledger.folder} is finished: {done} of {steps}{where}. {more}")
-
-
-def _change_notes(changes: Sequence[ConfigChange]) -> list[str]:
-    bits = [str(change) for change in changes if change.changes_bits]
-    if not bits:
-        return []
-    return [
-        f"{'; '.join(bits)}: the order of additions changes, so the result will match that of the unchanged run to "
-        "about 1e-5, not bitwise"
-    ]
 
 
 @dataclass(frozen=True, slots=True)

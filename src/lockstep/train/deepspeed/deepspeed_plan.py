@@ -64,11 +64,7 @@ class DeepSpeedPlanner(TrainerPlanner):
         if adapter is not None:
             parts["frozen weights"] = width * (frozen // ranks if stage == 3 else frozen)
             parts["merged adapter"] = 4 * adapter.parameters
-        in_host_memory = []
-        if offloads(role, "offload_optimizer"):
-            in_host_memory += ["master weights", "optimizer", *(["gradients"] if stage >= 2 else [])]
-        if offloads(role, "offload_param"):
-            in_host_memory += ["weights", "frozen weights"]
+        in_host_memory = _in_host_memory(role, model, stage)
         parts = {name: size for name, size in parts.items() if name not in in_host_memory}
         if stage:
             overlapped = stage < 3 and overlaps_reduction(role)  # one bucket is filled while another is reduced
@@ -108,6 +104,18 @@ class DeepSpeedPlanner(TrainerPlanner):
         if stage:
             found.append(PlannedCollective("all_gather", "trainer", f"{updates} (updated weights, in buckets)", size))
         return found
+
+
+def _in_host_memory(role: TrainRole, model: ModelFacts, stage: int) -> list[str]:
+    """The parts of a rank's memory that are not on its device. On a CPU, offloading frees nothing."""
+    if model.device == "cpu":
+        return []
+    optimizer = ["master weights", "optimizer", *(["gradients"] if stage >= 2 else [])]
+    parameters = ["weights", "frozen weights"]
+    return [
+        *(optimizer if offloads(role, "offload_optimizer") else []),
+        *(parameters if offloads(role, "offload_param") else []),
+    ]
 
 
 def _merging(model: ModelFacts, publishes: bool) -> list[PlannedCollective]:

@@ -1,6 +1,6 @@
 """Memory and time of a config, against formulas written out by hand, and time-outs that are too short."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -125,10 +125,10 @@ def test_no_stage_is_suggested_that_the_run_would_refuse(reshards: bool) -> None
     {"deepspeed": {"zero_optimization": {"stage": 3}}, "offload": {"optimizer": True, "parameters": True}},
 ])  # fmt: skip
 def test_offloading_saves_nothing_where_the_device_is_the_host(trainer: dict[str, Any]) -> None:
-    def needs(role: TrainRole, token_budget: int) -> dict[str, int]:
-        return DeepSpeedPlanner().memory(role, FACTS, token_budget)
-
     def judged(trainer: dict[str, Any], memory: ProcessMemory) -> str:
+        def needs(role: TrainRole, token_budget: int) -> dict[str, int]:
+            return DeepSpeedPlanner().memory(role, replace(FACTS, device=memory.device), token_budget)
+
         run = config(trainer={"kind": "deepspeed", "ranks": 2, **trainer})
         return memory_fit.judge_memory(run, needs, None, memory)[0].seen
 

@@ -27,7 +27,7 @@ from lockstep.run.worker_launcher import RunWorkerLauncher
 
 MODEL = ModelFacts(
     parameters=3_000_000, layers=4, hidden=256, vocabulary=64, kv_heads=2, head_dim=64, context=512, dtype="float32",
-    largest_layer=700_000, root=20_000,
+    largest_layer=700_000, root=20_000, device="cpu",
 )  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def config(recipe: str = "sft", **changes: Any) -> RunConfig:
 
 
 def obstacle(model: ModelFacts = MODEL, device: str = "cpu", here: bool = True, compiler: bool = True) -> str | None:
-    return compile_obstacle(config().policy, model, device, here, compiler)
+    return compile_obstacle(config().policy, replace(model, device=device), here, compiler)
 
 
 def test_layers_are_compiled_only_where_the_gain_is_known() -> None:
@@ -53,7 +53,7 @@ def test_layers_are_compiled_only_where_the_gain_is_known() -> None:
     assert "routers" in str(obstacle(replace(MODEL, router_aux_loss=0.01)))
     assert "Mamba has no attention" in str(obstacle(replace(MODEL, layout_refusal="Mamba has no attention")))
     deepspeed = config(trainer={"compile": "auto", "kind": "deepspeed"}).policy
-    assert "deepspeed" in str(compile_obstacle(deepspeed, MODEL, "cpu", True, True))
+    assert "deepspeed" in str(compile_obstacle(deepspeed, MODEL, True, True))
 
 
 @given(

@@ -19,7 +19,8 @@ from lockstep.models.errors import ModelError
 from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.errors import RunRefused
-from lockstep.run.planning.prepare import START_EVENT, prepare_run
+from lockstep.run.planning.prepare import prepare_run
+from lockstep.run.planning.working_folder import START_EVENT
 
 
 def write(data: Path, rows: int) -> None:

@@ -84,8 +84,7 @@ def judge_memory(
         served: the bytes of a rank of each served role, as far as they are known.
         shape: the shape of the policy's model, which engines serve; None if it is not known.
     """
-    wanted = [_on_host(role) if memory.device == "cpu" else role for role in config.train_roles]
-    roles = {role.name: ranks(role, config.token_budget) for role in wanted}
+    roles = {role.name: ranks(role, config.token_budget) for role in config.train_roles}
     engine = engine_memory_parts(config, shape) if config.needs_engines and shape is not None else {}
     if memory.bytes == 0:
         device = "a GPU" if memory.device == "cuda" else "this host"
@@ -101,15 +100,6 @@ def judge_memory(
     if engine and shape is not None:
         found += _judge_engine_memory(config, shape, roles, engine, memory)
     return found
-
-
-def _on_host(role: TrainRole) -> TrainRole:
-    """The role without DeepSpeed's offloading, which frees nothing if the rank computes in host memory anyway."""
-    given = role.trainer.deepspeed or {}
-    zero = {n: each for n, each in (given.get("zero_optimization") or {}).items() if not n.startswith("offload_")}
-    offload = role.trainer.offload.model_copy(update={"parameters": False, "optimizer": False})
-    changed = {"deepspeed": {**given, "zero_optimization": zero}, "offload": offload}
-    return role.model_copy(update={"trainer": role.trainer.model_copy(update=changed)})
 
 
 def _judge_host_memory(
