@@ -4,10 +4,10 @@
     python -m benchmarks.deepspeed_beside_fsdp2 --docs     and put into docs/deepspeed.md
     python -m benchmarks.deepspeed_beside_fsdp2 --quick    one repeat of a small model, to see that it works
 
-The trainers take turns within a repeat, in another order each time, in two processes with one torch thread. Each trains
-a small model first, so that libraries, communicators and buffers of fixed size are not counted: memory is what the
-model adds to a rank's resident memory at its peak, with the pages of the checkpoint's file that are mapped while it is
-read. All trainers must compute the same losses, to 1e-5.
+The trainers take turns within a repeat, in another order each time, in two processes with one torch thread, once for
+times and once more for memory. Each trains a small model first, so that libraries, communicators and buffers of fixed
+size are not counted: memory is what the model adds to a rank's resident memory at its peak, with the pages of the
+checkpoint's file that are mapped while it is read. All trainers must compute the same losses, to 1e-5.
 """
 
 import argparse
@@ -84,21 +84,43 @@ FULL = Size({"hidden": 384, "layers": 6, "heads": 6, "kv_heads": 6, "ffn": 1152}
 SMALL = Size({"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64}, 32, 2)
 
 
+# Freed tensors leave resident memory at once, so that its peak is what is used at the same time. This costs CPU time,
+# most where layers are gathered and freed, so times are measured without it.
+EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
+
+
 def measure(folder: Path, variants: Sequence[str], size: Size) -> list[dict[str, Any]]:
-    """Trains with one variant after the other on two new ranks. CPU seconds are those of both ranks, memory that of the
-    rank with more of it."""
+    """Trains with one variant after the other, with the usual allocator for times and with `EXACT_MEMORY` for memory.
+
+    CPU seconds are those of both ranks, memory that of the rank with more of it.
+    """
+    times = measure_once(folder, variants, size, {})
+    memories = measure_once(folder, variants, size, EXACT_MEMORY)
+    return [
+        {**time_, **{name: memory_[name] for name in ("load_bytes", "step_bytes")}}
+        for time_, memory_ in zip(times, memories, strict=True)
+    ]
+
+
+def measure_once(
+    folder: Path, variants: Sequence[str], size: Size, environment: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Trains with one variant after the other on two new ranks, processes with these variables."""
     from torch.distributed import TCPStore  # only where it measures, so that tables need no torch
 
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "lockstep.train.trainer_kinds"])
+    context = multiprocessing.get_context("spawn")  # not forks, which have the allocator of their parent
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = [folder / f"rank-{rank}.json" for rank in range(RANKS)]
     ranks = [
         context.Process(target=run_rank, args=(rank, store.port, folder, variants, size, results[rank]), daemon=True)
         for rank in range(RANKS)
     ]
+    before = dict(os.environ)
+    os.environ.update(environment)
     for process in ranks:
         process.start()
+    os.environ.clear()
+    os.environ.update(before)
     for process in ranks:
         process.join(LIMIT_S)
         if process.exitcode != 0:
@@ -271,8 +293,6 @@ def main() -> None:
     options = parser.parse_args()
     if "fsdp2" not in options.variants:
         parser.error("--variants: the others are compared with fsdp2, which must be one of them")
-    # Freed tensors leave resident memory at once, so that its peak is what is used at the same time.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 << 10)
     repeats, size, out = (1, SMALL, QUICK) if options.quick else (options.repeats, FULL, RESULTS)
     found = table(measure_all(options.variants, repeats, size, options.out or out))
     if options.docs:

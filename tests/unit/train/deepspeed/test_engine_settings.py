@@ -9,7 +9,6 @@ import pytest
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
 from lockstep.config.train_role import TrainRole
-from lockstep.train.deepspeed.deepspeed_plan import DeepSpeedPlanner
 from lockstep.train.deepspeed.engine_settings import engine_settings, offloads, zero_stage
 from lockstep.train.deepspeed.zero_model import may_fuse
 from lockstep.train.errors import TrainerUnsupported
@@ -254,7 +253,6 @@ def test_layers_are_fused_only_where_the_order_of_gradients_does_not_matter(zero
 )
 def test_offloading_becomes_deepspeeds(stage: int, offload: dict[str, bool], places: list[str]) -> None:
     role = role_of({"zero_optimization": {"stage": stage}}, offload=offload)
-    DeepSpeedPlanner().check(role)
     found = engine_settings(role, "float32", hidden=64, parameters=1000)
     zero = found["zero_optimization"]
     assert {place: zero[place] for place in places} == {place: {"device": "cpu"} for place in places}
