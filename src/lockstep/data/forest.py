@@ -12,6 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
+from lockstep.data.samples import PlacedImage
+
 
 @dataclass(slots=True)
 class Segment:
@@ -28,6 +30,8 @@ class Segment:
     sequence: int | tuple[int, ...] = ()
     """Numbers (in the batch) of the sequences for which the tokens have a loss. A turn that three sequences share has
     three terms, one for each."""
+    images: Sequence[PlacedImage] = ()
+    """The images in the segment, with places within the segment."""
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -79,6 +83,9 @@ class Forest:
     """int32 `[terms]`: the sequence of each term."""
     fields: dict[str, np.ndarray]
     """Per-target values, float32 `[targets]` each, by name."""
+    images: dict[int, list[PlacedImage]] | None = None
+    """The images of each segment that has any, with places within the segment; None if the data has no images at
+    all."""
 
     @classmethod
     def of(

@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.data.forest import Forest, concatenated_ranges, cumulative_bounds
 from lockstep.data.packing import PackingPlan
 from lockstep.data.row_layout import RowLayout
+from lockstep.data.samples import PlacedImage
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
@@ -53,6 +54,10 @@ class MicroBatch(Generic[Array]):
     sequences: Array | None = None
     """int32 `[targets]`: number of each target's sequence in the batch; -1 in an empty micro-batch. On the device,
     sequences are numbered from 0 within the row. `pack` always sets it."""
+    images: list[PlacedImage] | None = None
+    """The images of the row, with places in the row. None if the data has no images at all: then the model's vision
+    tower is not called. If it has some, the tower is called for every row, also for one without images, so that all
+    ranks enter the same collectives."""
 
     def layout(self) -> RowLayout:
         """Returns a new layout of the row. It caches masks, so make one per forward and release it afterwards."""

@@ -4,7 +4,8 @@ All are dataclasses of numpy arrays and JSON values, so that they are sent betwe
 without pickle.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,42 @@ FinishReason = Literal["stop", "length", "abort"]
 EpisodeEnd = Literal["answer", "environment", "turns", "tokens", "error", "abort"]
 """Why a conversation with an environment ended: the model's turn called no tool, the environment ended it, the limit of
 turns or of tokens was reached, the environment failed, or the run aborted it."""
+
+
+@dataclass(slots=True)
+class PlacedImage:
+    """An image of a prompt, with the places of its features. The pixels are in the run's `ImageStore`."""
+
+    digest: str
+    """The key of the prepared image in the store: a hash of its content and of the settings of its preparation."""
+    places: np.ndarray
+    """int32 `[features]`: indices of the tokens whose embeddings are the image's features, ascending. Only they say
+    where an image is: a model may generate the placeholder token as text."""
+    source: str = ""
+    """Path of the file, or what the data has instead, such as `image 0 of row 7`."""
+    size: tuple[int, int] = (0, 0)
+    """Width and height in the file, in pixels."""
+    resized: tuple[int, int] = (0, 0)
+    """Width and height as the model gets it: boxes that it predicts may refer to these."""
+
+    def moved(self, by: int) -> "PlacedImage":
+        """Returns the image with places that are `by` larger: where it is in a row that has its tokens from there."""
+        return replace(self, places=self.places + np.int32(by))
+
+    def to_json(self) -> dict[str, Any]:
+        """The image as JSON values; consecutive places as `[first, count]`."""
+        breaks = np.flatnonzero(np.diff(self.places) != 1) + 1
+        runs = [[int(run[0]), int(run.size)] for run in np.split(self.places, breaks) if run.size]
+        about = {"source": self.source, "size": list(self.size), "resized": list(self.resized)}
+        return {"digest": self.digest, "places": runs, **about}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "PlacedImage":
+        """The inverse of `to_json`. Raises LookupError, TypeError or ValueError for other values."""
+        runs = [np.arange(first, first + count, dtype=np.int32) for first, count in value["places"]]
+        places = np.concatenate([np.empty(0, np.int32), *runs])
+        (width, height), (new_width, new_height) = value["size"], value["resized"]
+        return cls(value["digest"], places, value["source"], (width, height), (new_width, new_height))
 
 
 @dataclass(slots=True)
@@ -35,8 +72,8 @@ class Prompt:
     conversation: list[dict[str, Any]] | None = None
     """What the chat template wrote, if that is not `messages`: a text as a user's message, or messages with the system
     message of the config. Reward models read it; the ledger, whose prompts are scored, does not store it."""
-    files: list[str] = field(default_factory=list)
-    """Files that belong to the prompt, such as images, by path or address; in the order in which it refers to them."""
+    images: list[PlacedImage] = field(default_factory=list)
+    """In the order of their places in `tokens`."""
 
     @property
     def scored_conversation(self) -> list[dict[str, Any]] | None:
@@ -138,6 +175,8 @@ class Pair:
     chosen_mask: np.ndarray | None = None
     """bool `[tokens]`: False for tokens that an environment wrote, which are not learned; None if there are none."""
     rejected_mask: np.ndarray | None = None
+    images: list[PlacedImage] = field(default_factory=list)
+    """In the order of their places in `prompt`."""
 
 
 @dataclass(slots=True)
@@ -161,5 +200,5 @@ class Document:
     """int32 `[tokens]`."""
     loss_mask: np.ndarray
     """bool `[tokens]`: which tokens are targets; the first token never is one."""
-    files: list[str] = field(default_factory=list)
-    """As in `Prompt`."""
+    images: list[PlacedImage] = field(default_factory=list)
+    """In the order of their places in `tokens`."""

@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 import numpy as np
 import pyarrow as pa
 
-from lockstep.data.samples import Completion, FinishReason, Group, Prompt, Rollouts
+from lockstep.data.samples import Completion, FinishReason, Group, PlacedImage, Prompt, Rollouts
 from lockstep.ledger import json_values
 from lockstep.ledger.durable_files import write_hidden
 from lockstep.ledger.errors import StepCorrupt
@@ -113,8 +113,9 @@ def rollouts_table(rollouts: Rollouts, extra: dict[str, Any], first_step: int = 
         "rewards": _rewards_column(groups),
         "breakdown": _breakdown_column(groups),
     }
-    if any(prompt.files for prompt in prompts):
-        columns["files"] = text_column([_json_field(p.uid, "files", p.files) for p in prompts])
+    if any(prompt.images for prompt in prompts):
+        images = [[image.to_json() for image in prompt.images] for prompt in prompts]
+        columns["images"] = text_column([_json_field(p.uid, "images", i) for p, i in zip(prompts, images, strict=True)])
     metadata = {
         "lockstep.format": _FORMAT,
         "lockstep.step": str(rollouts.step + first_step),
@@ -281,7 +282,7 @@ def _groups(table: Any) -> list[Group]:
 def _prompts(columns: dict[str, Any]) -> list[Prompt]:
     texts = {name: texts_of(columns[name]) for name in ("uid", "prompt_text", "messages", "answer", "columns")}
     tokens = arrays_of(columns["prompt_tokens"])
-    files = texts_of(columns["files"]) if "files" in columns else None
+    images = texts_of(columns["images"]) if "images" in columns else ["[]"] * len(tokens)
     return [
         Prompt(
             uid=str(texts["uid"][index]),
@@ -291,7 +292,7 @@ def _prompts(columns: dict[str, Any]) -> list[Prompt]:
             messages=json_values.loads(str(texts["messages"][index])),
             answer=json_values.loads(str(texts["answer"][index])),
             columns=json_values.loads(str(texts["columns"][index])),
-            files=[] if files is None else json_values.loads(str(files[index])),
+            images=[PlacedImage.from_json(image) for image in json_values.loads(str(images[index]))],
         )
         for index, row in enumerate(columns["row"].to_pylist())
     ]

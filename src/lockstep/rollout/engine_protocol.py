@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lockstep.cluster.protocol import concurrent
-from lockstep.data.samples import Completion, FinishReason
+from lockstep.data.samples import Completion, FinishReason, PlacedImage
 from lockstep.rollout.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Request:
     keep: bool = False
     """Whether to keep the keys and values of the sequence when it ends: a request may follow whose prompt begins with
     the sequence."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images of the prompt: the same for all requests of a group."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from ledger_helpers import assert_same, make_rollouts
 
-from lockstep.data.samples import Completion, Episode, Group, Prompt, Rollouts
+from lockstep.data.samples import Completion, Episode, Group, PlacedImage, Prompt, Rollouts
 from lockstep.ledger import StepCorrupt, json_values, step_file
 
 TEXT = st.text(st.characters(), max_size=12)  # every code point, lone surrogates included
@@ -58,6 +58,13 @@ def episodes(draw):
 
 
 @st.composite
+def images(draw):
+    places = np.array(sorted(draw(st.sets(st.integers(0, 40), max_size=8))), np.int32)
+    sizes = [draw(st.tuples(st.integers(0, 2**31), st.integers(1, 9))) for _ in range(2)]
+    return PlacedImage(draw(st.sampled_from(["00ff00ff", "12345678"])), places, draw(TEXT), *sizes)
+
+
+@st.composite
 def rollouts(draw):
     size = draw(st.integers(0, 3))
     names = draw(st.lists(TEXT, max_size=2, unique=True))
@@ -71,7 +78,7 @@ def rollouts(draw):
                 messages=draw(st.none() | st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2)),
                 answer=draw(JSON),
                 columns=draw(st.dictionaries(TEXT, JSON, max_size=3)),
-                files=draw(st.lists(TEXT, max_size=2)),
+                images=draw(st.lists(images(), max_size=2)),
             ),
             completions=draw(st.lists(completions(), min_size=size, max_size=size)),
             rewards=draw(st.none() | floats(size)),
@@ -101,7 +108,7 @@ def test_a_step_without_conversations_is_stored_as_before(tmp_path):
     table = step_file.rollouts_table(make_rollouts(3), {})
     fields = {field.name for field in table.schema.field("completions").type.value_type}
     assert fields == {"request", "tokens", "logprobs", "versions", "finish", "text"}
-    assert "files" not in table.column_names
+    assert "images" not in table.column_names
 
 
 def test_a_mask_must_fit_its_tokens(tmp_path):

@@ -1,0 +1,96 @@
+"""Prepared images by their digests, in a folder that all processes of a run read.
+
+The controller prepares each image once. Trainers and engines read the same arrays, so that they compute with the same
+pixels. Samples, the ledger and messages carry only digests.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from lockstep.base.errors import PicklableError
+
+_HEX_DIGITS = frozenset("0123456789abcdef")
+
+
+class ImageUnavailable(PicklableError):
+    """A prepared image is not in the store, or its file is damaged."""
+
+    def __init__(self, digest: str, path: Path, problem: str) -> None:
+        super().__init__(
+            f"image {digest}: {path} {problem}. All hosts of the run must see this folder; a resumed run prepares the "
+            "images again"
+        )
+        self.digest = digest
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image as the model's processor prepared it."""
+
+    digest: str
+    """Hash of the image's bytes and of the settings of its preparation, hexadecimal."""
+    inputs: dict[str, np.ndarray]
+    """The arguments of the model's `get_image_features`, such as `pixel_values` and `image_grid_thw`, for this image
+    alone; with the dimensions that the processor gives them for one prompt with one image."""
+    features: int
+    """How many embeddings the image has: the number of its places in a prompt."""
+    size: tuple[int, int]
+    """Width and height in the file, in pixels."""
+    resized: tuple[int, int]
+    """Width and height after resizing."""
+
+
+class ImageStore:
+    """Reads and writes prepared images.
+
+    Args:
+        folder: where they are kept, one file per image. It is created when the first image is put.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, digest: str) -> Path:
+        """Returns the file of an image. Raises ValueError if the digest is none."""
+        if len(digest) < 8 or not _HEX_DIGITS.issuperset(digest):
+            raise ValueError(f"{digest!r} is not a digest of an image")
+        return self.folder / digest[:2] / f"{digest}.safetensors"
+
+    def __contains__(self, digest: str) -> bool:
+        return self.path(digest).is_file()
+
+    def put(self, image: PreparedImage) -> None:
+        """Writes an image, unless it is there. Other processes see the whole file or none."""
+        path = self.path(image.digest)
+        if path.is_file():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = {"features": image.features, "size": image.size, "resized": image.resized}
+        arrays = {name: np.ascontiguousarray(values) for name, values in image.inputs.items()}
+        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        unfinished.write_bytes(save(arrays, {"image": json.dumps(about)}))
+        unfinished.replace(path)
+
+    def get(self, digest: str) -> PreparedImage:
+        """Reads an image.
+
+        Raises:
+            ImageUnavailable: it is not there, or its file is damaged.
+        """
+        path = self.path(digest)
+        try:
+            with safe_open(path, framework="numpy") as file:
+                about = json.loads(file.metadata()["image"])
+                names = file.keys()
+                inputs = {name: file.get_tensor(name) for name in names}
+        except FileNotFoundError:
+            raise ImageUnavailable(digest, path, "does not exist") from None
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+            raise ImageUnavailable(digest, path, f"is damaged ({error})") from error
+        return PreparedImage(digest, inputs, about["features"], tuple(about["size"]), tuple(about["resized"]))

@@ -1,0 +1,59 @@
+"""Prepared images are stored exactly, once, and a missing or damaged one is named."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.data.images.image_store import ImageStore, ImageUnavailable, PreparedImage
+
+DIGEST = "0123456789abcdef"
+
+
+def prepared(fill: float = 0.5) -> PreparedImage:
+    inputs = {"pixel_values": np.full((16, 12), fill, np.float32), "image_grid_thw": np.array([[1, 4, 4]])}
+    return PreparedImage(DIGEST, inputs, 4, (40, 30), (32, 32))
+
+
+def test_an_image_is_read_as_it_was_put(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "images")
+    assert DIGEST not in store
+    store.put(prepared())
+    found = ImageStore(tmp_path / "images").get(DIGEST)
+    assert DIGEST in store
+    assert (found.features, found.size, found.resized) == (4, (40, 30), (32, 32))
+    assert found.inputs.keys() == prepared().inputs.keys()
+    for name, values in prepared().inputs.items():
+        assert found.inputs[name].dtype == values.dtype
+        assert np.array_equal(found.inputs[name], values)
+
+
+def test_an_image_is_written_once(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    store.put(prepared())
+    store.put(prepared(fill=9.0))
+    assert store.get(DIGEST).inputs["pixel_values"][0, 0] == 0.5
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".safetensors"]
+
+
+def test_a_missing_image_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ImageUnavailable, match=rf"image {DIGEST}: .*{DIGEST}\.safetensors does not exist") as caught:
+        ImageStore(tmp_path).get(DIGEST)
+    assert pickle.loads(pickle.dumps(caught.value)).digest == DIGEST
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x10" + 7 * b"\0" + 16 * b"x", None])
+def test_a_damaged_image_is_named(tmp_path: Path, damage: bytes | None) -> None:
+    store = ImageStore(tmp_path)
+    store.put(prepared())
+    path = store.path(DIGEST)
+    path.write_bytes(path.read_bytes()[:-7] if damage is None else damage)
+    with pytest.raises(ImageUnavailable, match="is damaged"):
+        store.get(DIGEST)
+
+
+@pytest.mark.parametrize("digest", ["", "abc", "../../../etc/passwd", "0123456789ABCDEF"])
+def test_only_digests_become_names_of_files(tmp_path: Path, digest: str) -> None:
+    with pytest.raises(ValueError, match="is not a digest"):
+        ImageStore(tmp_path).path(digest)
