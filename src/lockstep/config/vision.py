@@ -6,6 +6,11 @@ from pydantic import Field, model_validator
 
 from lockstep.config.section import Section
 
+BoxCoordinates = Literal["original", "resized", "0-1000", "0-1"]
+"""What the coordinates of a box count: pixels of the image in the data, as annotations do (VLM-R1 compares InternVL's
+boxes so); pixels of the image as the model gets it (VLM-R1's convention for Qwen2.5-VL, whose boxes it scales back to
+the original size); thousandths of width and height (Qwen2-VL, Qwen3-VL, InternVL's own convention); or fractions."""
+
 
 class VisionPartConfig(Section):
     """One part of a vision-language model."""
