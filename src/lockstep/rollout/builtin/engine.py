@@ -88,12 +88,10 @@ class BuiltinEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
-        prompts: dict[str, np.ndarray] = {}
+        first: dict[str, Request] = {}
         ids = set(self._ids)
         for request in requests:
-            check_request(
-                request, prompts.setdefault(request.group, request.prompt), ids, self.context, self._vocabulary
-            )
+            check_request(request, first.setdefault(request.group, request), ids, self.context, self._vocabulary)
             self._check_fits_cache(request)
             ids.add(request.id)
         self._ids = ids
