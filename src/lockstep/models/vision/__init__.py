@@ -1,0 +1,1 @@
+"""Vision-language models: their parts, and their forward with images."""
