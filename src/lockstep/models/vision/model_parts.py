@@ -7,9 +7,15 @@ whose tower contains the projector (Qwen-VL) has no rest: there, the projector i
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
+
+from lockstep.config.vision import VisionConfig
+from lockstep.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from lockstep.models.policy_model import PolicyModel
 
 ModelPart = Literal["tower", "projector", "language"]
 MODEL_PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
@@ -31,8 +37,9 @@ class VisionModules:
     loose: tuple[nn.Parameter, ...]
     """Parameters of the projector that belong to no module of it, such as the embedding of a line's end."""
 
-    def named(self, lm: nn.Module) -> dict[int, ModelPart]:
-        """The part of each module that is wholly in one, by `id`: the tower with all within it, and the projector."""
+    @property
+    def parts(self) -> dict[int, ModelPart]:
+        """The part of each module within the tower and the projector, by the module's `id`."""
         found: dict[int, ModelPart] = {id(each): "tower" for each in self.tower.modules()}
         return found | {id(each): "projector" for module in self.projector for each in module.modules()}
 
@@ -67,6 +74,39 @@ def parameter_parts(lm: Any) -> dict[int, ModelPart]:
         parts |= {id(each): "projector" for module in vision.projector for each in module.parameters()}
         parts |= {id(each): "projector" for each in vision.loose}
     return parts
+
+
+def module_parts(lm: Any) -> dict[int, ModelPart]:
+    """Returns the part of each module of tower and projector, by the module's `id`. All others are of the language
+    model."""
+    vision = find_vision(lm)
+    return {} if vision is None else vision.parts
+
+
+def freeze_parts(policy: "PolicyModel", config: VisionConfig) -> None:
+    """Freezes the parts of a policy that the config does not train.
+
+    Raises:
+        ModelError: nothing of the model would be trained.
+    """
+    frozen = frozenset(part for part in MODEL_PARTS if not getattr(config, part).train)
+    if not frozen:
+        return
+    parts = parameter_parts(policy.lm)
+    if frozen.issuperset(parts.values()):
+        there = " and ".join(part for part in MODEL_PARTS if part in set(parts.values()))
+        remedy = "set train to true for one of them"
+        raise ModelError("model.vision", there, "these are all parts that the model has, and they are frozen", remedy)
+    for parameter in policy.parameters():
+        if parts[id(parameter)] in frozen:
+            parameter.requires_grad_(False)
+    policy.frozen_parts = frozen
+
+
+def changing_parts(lm: Any) -> frozenset[ModelPart]:
+    """Returns the parts of which anything is trained, be it an adapter."""
+    parts = parameter_parts(lm)
+    return frozenset(parts[id(each)] for each in lm.parameters() if each.requires_grad)
 
 
 def _tower(lm: Any) -> nn.Module | None:
