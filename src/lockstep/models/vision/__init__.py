@@ -1,1 +1,1 @@
-"""Vision-language models: their parts, and their forward with images."""
+"""Vision-language models: images in packed rows, positions of their tokens, and tiny models of their families."""
