@@ -48,7 +48,9 @@ KIND = "replicated"
 class ReplicatedTrainer:
     """One rank of a trainer (`lockstep.train.trainer_protocol.Trainer`)."""
 
-    def __init__(self, role: TrainRole, ranks: ParallelContext, generation: int = 1) -> None:
+    def __init__(
+        self, role: TrainRole, ranks: ParallelContext, generation: int = 1, images: Path | None = None
+    ) -> None:
         self.role, self.ranks = role, ranks
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
         if self.compute_dtype != torch.float32:

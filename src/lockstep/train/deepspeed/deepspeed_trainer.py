@@ -39,7 +39,14 @@ from lockstep.train.deepspeed.zero_model import Reference, fill_model, make_mode
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, MemoryCheckpointMissing, TrainerUnsupported
-from lockstep.train.forward.target_values import add_reference, evaluate_each, split_outputs, target_values
+from lockstep.train.forward.image_inputs import image_inputs
+from lockstep.train.forward.target_values import (
+    ForwardSettings,
+    add_reference,
+    evaluate_each,
+    split_outputs,
+    target_values,
+)
 from lockstep.train.lazy_weights import gather_buckets, own_shards
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
 from lockstep.train.model_export import export_adapter, export_model
@@ -64,13 +71,16 @@ class DeepSpeedTrainer:
         role: the model, its trainer and its objective.
         ranks: returned by `lockstep.train.distributed.join_ranks`.
         generation: generation of the run, part of the temporary names of checkpoints.
+        images: the folder of the run's prepared images; None if the data has none.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not match it.
         TrainerUnsupported: the settings contradict the run's config, or are not supported.
     """
 
-    def __init__(self, role: TrainRole, ranks: ParallelContext, generation: int = 1) -> None:
+    def __init__(
+        self, role: TrainRole, ranks: ParallelContext, generation: int = 1, images: Path | None = None
+    ) -> None:
         self.role, self.ranks, self.stage = role, ranks, zero_stage(role)
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
         self.copies = ranks if self.stage == 3 else replace(ranks, replicas=ranks.world)
@@ -88,6 +98,8 @@ class DeepSpeedTrainer:
         if self.stage == 3:
             register_parameters(self.policy)
         self.state = make_state(self.engine, self.stage, self.merged_weights.trained, ranks.rank == 0)
+        inputs = image_inputs(images, role.model, self.policy, ranks.device)
+        self.forward = ForwardSettings(ranks.device, role.temperature, role.trainer.head_chunk, inputs)
         self.has_reference = role.holds_reference
         self.reference = Reference(role, ranks, settings) if self.has_reference and self.adapter is None else None
         """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
@@ -135,13 +147,12 @@ class DeepSpeedTrainer:
             ValueError: reference log-probabilities are requested and no reference is loaded.
         """
         policy_outputs = split_outputs(outputs, self.has_reference)
-        settings = self.ranks.device, self.role.temperature, self.role.trainer.head_chunk
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
         if policy_outputs:
-            results = evaluate_each(self.policy, microbatches, policy_outputs, *settings)
+            results = evaluate_each(self.policy, microbatches, policy_outputs, self.forward)
         if "reference_logprobs" in outputs:
             with self._as_reference() as reference:
-                add_reference(results, reference, microbatches, *settings)
+                add_reference(results, reference, microbatches, self.forward)
         return results
 
     def step(self, microbatches: Sequence[MicroBatch[np.ndarray]]) -> StepStats:
@@ -317,8 +328,8 @@ class DeepSpeedTrainer:
         return {name: rows.local for name, rows in self.state.state().items() if name.startswith(_PARAMETER)}
 
     def _backward(self, microbatch: MicroBatch[np.ndarray], metrics: MetricAccumulator) -> None:
-        batch, chunk = microbatch.to(self.ranks.device), self.role.trainer.head_chunk
-        outputs = target_values(self.engine, batch, self.objective.outputs, self.role.temperature, chunk)
+        batch = microbatch.to(self.ranks.device)
+        outputs = target_values(self.policy, batch, self.objective.outputs, self.forward, call=self.engine)
         outcome = self.objective.compute(batch.fields, outputs, batch.sequences)
         self.engine.backward(outcome.loss * self.ranks.world, scale_wrt_gas=False)
         metrics.add(outcome)

@@ -34,8 +34,15 @@ from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
 from lockstep.train.distributed import ParallelContext
+from lockstep.train.forward.image_inputs import image_inputs
 from lockstep.train.forward.kept_forward import KeptForward
-from lockstep.train.forward.target_values import add_reference, evaluate_each, split_outputs, target_values
+from lockstep.train.forward.target_values import (
+    ForwardSettings,
+    add_reference,
+    evaluate_each,
+    split_outputs,
+    target_values,
+)
 from lockstep.train.fsdp.moving_reference import mix_into_reference, reference_rows
 from lockstep.train.fsdp.parallelize import (
     begin_microbatch,
@@ -85,12 +92,15 @@ class FSDP2Trainer:
         role: the model, its trainer and its objective.
         ranks: returned by `lockstep.train.distributed.join_ranks`.
         generation: generation of the run, part of the temporary names of checkpoints.
+        images: the folder of the run's prepared images; None if the data has none.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not match it.
     """
 
-    def __init__(self, role: TrainRole, ranks: ParallelContext, generation: int = 1) -> None:
+    def __init__(
+        self, role: TrainRole, ranks: ParallelContext, generation: int = 1, images: Path | None = None
+    ) -> None:
         self.role, self.ranks = role, ranks
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
         self.adapter = role.model.adapter
@@ -122,6 +132,8 @@ class FSDP2Trainer:
         """Optimizer steps of another run, from whose checkpoint this run started."""
         self.offloaded = False
         self.kept = KeptForward.of(role, self.objective)
+        inputs = image_inputs(images, role.model, self.policy, ranks.device)
+        self.forward = ForwardSettings(ranks.device, role.temperature, role.trainer.head_chunk, inputs)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -169,15 +181,14 @@ class FSDP2Trainer:
         """
         self._check_on_device()
         policy_outputs = split_outputs(outputs, self.has_reference)
-        settings = self.ranks.device, self.role.temperature, self.role.trainer.head_chunk
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
         if policy_outputs:
             self.kept.clear()
             kept = self.kept if tuple(policy_outputs) == self.objective.outputs else None
-            results = evaluate_each(self.policy, microbatches, policy_outputs, *settings, kept)
+            results = evaluate_each(self.policy, microbatches, policy_outputs, self.forward, kept)
         if "reference_logprobs" in outputs:
             with self._as_reference() as reference:
-                add_reference(results, reference, microbatches, *settings)
+                add_reference(results, reference, microbatches, self.forward)
         for model in self._models():
             free_gathered(model)
         return results
@@ -336,9 +347,9 @@ class FSDP2Trainer:
         return adapter_reference(self.policy, self.initial_adapter, self._rows, partial(free_gathered, self.policy))
 
     def _backward(self, microbatch: MicroBatch[np.ndarray], metrics: MetricAccumulator) -> None:
-        batch, chunk, outputs = microbatch.to(self.ranks.device), self.role.trainer.head_chunk, self.kept.pop()
+        batch, outputs = microbatch.to(self.ranks.device), self.kept.pop()
         if outputs is None:
-            outputs = target_values(self.policy, batch, self.objective.outputs, self.role.temperature, chunk)
+            outputs = target_values(self.policy, batch, self.objective.outputs, self.forward)
         outcome = self.objective.compute(batch.fields, outputs, batch.sequences)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(outcome)
