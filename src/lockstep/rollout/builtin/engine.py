@@ -12,9 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import BuiltinEngineConfig as EngineConfig
+from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import Completion
 from lockstep.models.model_loader import context_length, load_policy, load_tokenizer
-from lockstep.rollout.builtin.model_runner import choose_runner
+from lockstep.rollout.builtin.model_forward import has_vision
+from lockstep.rollout.builtin.prompt_images import ModelImages
+from lockstep.rollout.builtin.runner_choice import choose_runner
 from lockstep.rollout.builtin.sampler import SamplingRows, sample_tokens
 from lockstep.rollout.builtin.scheduler import DecodeRows, Scheduler, StopChecker
 from lockstep.rollout.engine_protocol import EngineProgress, Request, check_request, empty_completion, eos_tokens
@@ -40,6 +43,7 @@ class BuiltinEngine:
         reader: reads versions for `load_weights`.
         version: version of the weights in `lm`.
         prefix_cache: size of the cache of ended sequences (see `Request.keep`), as a share of `cache_tokens`.
+        images: the prepared images of requests; their requests are refused if it is None.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class BuiltinEngine:
         reader: WeightReader | None = None,
         version: int = 0,
         prefix_cache: float = 0.5,
+        images: ImageStore | None = None,
     ) -> None:
         self.version = version
         self.lm = lm.eval().requires_grad_(False)
@@ -63,7 +68,9 @@ class BuiltinEngine:
         self._rows = DecodeRows(max_rows)
         self._scheduler = Scheduler(cache_tokens)
         self._stops = StopChecker(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
-        self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache)
+        self._images = images
+        source = ModelImages(lm, images) if images is not None and has_vision(lm) else None
+        self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache, source)
         self._expected = ExpectedParameters(lm)
         self._receiver: WeightReceiver | None = None
         self._sampling: SamplingRows | None = None
@@ -78,23 +85,25 @@ class BuiltinEngine:
         device: str = "cpu",
         reader: WeightReader | None = None,
         version: int = 0,
+        images: str | None = None,
     ) -> "BuiltinEngine":
-        """Loads model and tokenizer. Raises ModelError."""
+        """Loads model and tokenizer. `images` is the folder of prepared images. Raises ModelError."""
         chosen = model.model_copy(update={"dtype": engine.dtype}) if engine.dtype != "auto" else model
         lm = load_policy(chosen, device).lm
         tokenizer = load_tokenizer(model)
         sizes = engine.max_rows, engine.cache_tokens, model.max_length
-        return cls(lm, tokenizer, *sizes, reader, version, engine.prefix_cache)
+        store = None if images is None else ImageStore(Path(images))
+        return cls(lm, tokenizer, *sizes, reader, version, engine.prefix_cache, store)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
-        prompts: dict[str, np.ndarray] = {}
+        first: dict[str, Request] = {}
         ids = set(self._ids)
         for request in requests:
-            check_request(
-                request, prompts.setdefault(request.group, request.prompt), ids, self.context, self._vocabulary
-            )
+            check_request(request, first.setdefault(request.group, request), ids, self.context, self._vocabulary)
             self._check_fits_cache(request)
+            if first[request.group] is request:
+                self._check_images(request)
             ids.add(request.id)
         self._ids = ids
         self._scheduler.add(requests)
@@ -133,7 +142,7 @@ class BuiltinEngine:
         """
         if self._reader is None:
             raise ValueError("the engine has no weight reader; pass `reader`")
-        self._runner.prefixes.clear()
+        self._runner.forget()
         with self._reader(source, version) as tensors:
             self._load(tensors)
         self.version = version
@@ -146,7 +155,7 @@ class BuiltinEngine:
         self._expected.check(receiver.promised(where))
         with receiver.stream(where, version, 0, self.device) as arriving:
             tensors = dict(arriving)
-        self._runner.prefixes.clear()
+        self._runner.forget()
         self._load(tensors)
         self.version = version
         self._remove_groups(())
@@ -194,6 +203,19 @@ class BuiltinEngine:
         needed = len(request.prompt) + request.max_tokens
         if self._cache_tokens is not None and needed > self._cache_tokens:
             raise BadRequest(request.id, f"needs {needed} tokens of KV cache, but the engine has {self._cache_tokens}")
+
+    def _check_images(self, request: Request) -> None:
+        if not request.images:
+            return
+        if not has_vision(self.lm):
+            raise BadRequest(request.id, f"has images, but {type(self.lm).__name__} has no vision tower")
+        if self._images is None:
+            raise BadRequest(request.id, "has images, but the engine was started without the folder of prepared images")
+        for image in request.images:
+            if image.digest not in self._images:
+                raise BadRequest(
+                    request.id, f"has image {image.digest}, but {self._images.path(image.digest)} does not exist"
+                )
 
     def _admit(self) -> None:
         new = self._scheduler.admit(self._rows, self.version)
