@@ -37,6 +37,7 @@ from lockstep.rollout.vllm.vllm_requests import (
 from lockstep.rollout.vllm.vllm_setup import (
     check_usable,
     engine_arguments,
+    has_vision,
     prepare_vllm,
     start_core,
     try_core,
@@ -152,7 +153,7 @@ class VllmEngine:
         tokenizer = load_tokenizer(model)
         lm = load_policy(model, "cpu", meta=True).lm
         context = usable_context(model, lm.config)
-        arguments = engine_arguments(model, engine, device, context, lm.config, sleeps, images is not None)
+        arguments = engine_arguments(model, engine, device, context, sleeps, lm.config, images is not None)
         core = start_core(model.path, arguments, has_vision(lm.config))
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))

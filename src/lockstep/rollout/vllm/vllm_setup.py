@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from lockstep.base.errors import PicklableError
 from lockstep.base.text import first_line
@@ -35,16 +36,16 @@ def engine_arguments(
     engine: EngineConfig,
     device: str,
     context: int,
-    architecture: Any,
     sleeps: bool = False,
+    architecture: PretrainedConfig | None = None,
     images: bool = False,
 ) -> dict[str, Any]:
     """Returns the keyword arguments of vLLM's `EngineArgs`; `engine.extra` overrides them.
 
     Args:
         context: the largest length of a sequence.
-        architecture: the model's config of transformers.
         sleeps: whether the engine can release its GPU's memory.
+        architecture: the model's config in transformers; None for one that needs no arguments of its own.
         images: whether requests have images.
 
     Raises:
@@ -75,14 +76,14 @@ def engine_arguments(
         batch_tokens = max(context, min(4096, engine.max_num_seqs * context))
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": batch_tokens}
         arguments |= {"kv_cache_memory_bytes": int(engine.cpu_kv_cache_gb * 2**30)}
-        if getattr(architecture.get_text_config(), "kv_lora_rank", None) is not None:  # as in DeepSeek-V3
-            # vLLM's choice where the CPU has AMX computes only in bfloat16, and cannot reload weights. Its CPU kernel
+        if architecture is not None and getattr(architecture.get_text_config(), "kv_lora_rank", None) is not None:
+            # Keys and values are computed from a latent vector, as in DeepSeek-V3. vLLM's choice where the CPU has AMX computes only in bfloat16, and cannot reload weights. Its CPU kernel
             # for rotary embeddings is wrong for the query's shape in this attention.
             arguments |= {"attention_backend": "CPU_MLA", "block_size": 16}
             arguments |= {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
     else:
         arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
-    if getattr(architecture, "vision_config", None) is not None:
+    if architecture is not None and has_vision(architecture):
         arguments |= _image_arguments(images, on_cpu)
     arguments |= engine.extra
     if on_cpu and not arguments["enforce_eager"]:
@@ -90,6 +91,11 @@ def engine_arguments(
         remedy = "leave it out (on a CPU it is true)"
         raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not load weights", remedy)
     return arguments
+
+
+def has_vision(architecture: PretrainedConfig) -> bool:
+    """Whether the model has an encoder for images."""
+    return getattr(architecture, "vision_config", None) is not None
 
 
 def _image_arguments(images: bool, on_cpu: bool) -> dict[str, Any]:
