@@ -116,8 +116,9 @@ class FakeConnection:
                 self.tell()
             return
         if call.method == "submit":
-            self.requests += arguments["requests"]
-            self._outbox.expect(arguments["requests"])
+            requests = arguments["batch"].requests
+            self.requests += requests
+            self._outbox.expect(requests)
         self._say(call.id, method, _value(call.method))
 
     def _say(self, number: int, method: Any, value: Any) -> None:

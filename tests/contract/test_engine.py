@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.builtin import BuiltinEngine
-from lockstep.rollout.builtin.model_runner import CachedRunner, PlainRunner, use_plain_attention
+from lockstep.rollout.builtin.model_forward import use_plain_attention
+from lockstep.rollout.builtin.model_runner import CachedRunner
+from lockstep.rollout.builtin.plain_runner import PlainRunner
 from lockstep.rollout.engine_protocol import Request
 from lockstep.rollout.errors import BadRequest, WeightsMismatch
 

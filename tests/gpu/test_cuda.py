@@ -17,7 +17,8 @@ from lockstep.models.packing_probe import probe_packing
 from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.builtin import BuiltinEngine
 from lockstep.rollout.builtin.fused_forward import FusedForward
-from lockstep.rollout.builtin.model_runner import CachedRunner, use_plain_attention
+from lockstep.rollout.builtin.model_forward import use_plain_attention
+from lockstep.rollout.builtin.model_runner import CachedRunner
 from lockstep.rollout.engine_protocol import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from lockstep.config.section import Section
+from lockstep.config.vision import VisionConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -74,6 +75,8 @@ class ModelConfig(Section):
     absent, the model's `router_aux_loss_coef` if its config has `output_router_logits: true`, else none."""
     max_length: int | None = Field(None, gt=0)
     """Longest sequence (prompt and completion); the model's own limit when absent."""
+    vision: VisionConfig = VisionConfig()
+    """Images of a vision-language model."""
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:

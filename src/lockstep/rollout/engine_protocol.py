@@ -4,7 +4,7 @@ to its worker (`EngineAPI`). Also what all engines do with requests: seeds, vali
 
 import hashlib
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -115,6 +115,42 @@ ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
 
 
 @dataclass(slots=True)
+class RequestBatch:
+    """Requests as they are sent to an engine: a prompt and its images once, and not with every request of its group."""
+
+    prompts: list[np.ndarray]
+    """int32 `[prompt tokens]`."""
+    images: list[tuple[PlacedImage, ...]]
+    """The images of each prompt."""
+    prompt_of: list[int]
+    """Index of each request's prompt."""
+    unprompted: list[Request]
+    """The requests, without prompts and images."""
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "RequestBatch":
+        """Packs requests. Those whose prompts and images are the same objects share them."""
+        batch, index, nothing = cls([], [], [], []), dict[tuple[int, ...], int](), np.zeros(0, np.int32)
+        for request in requests:
+            key = (id(request.prompt), *map(id, request.images))
+            if key not in index:
+                index[key] = len(batch.prompts)
+                batch.prompts.append(request.prompt)
+                batch.images.append(request.images)
+            batch.prompt_of.append(index[key])
+            batch.unprompted.append(replace(request, prompt=nothing, images=()))
+        return batch
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests, unpacked."""
+        return [
+            replace(request, prompt=self.prompts[prompt], images=self.images[prompt])
+            for request, prompt in zip(self.unprompted, self.prompt_of, strict=True)
+        ]
+
+
+@dataclass(slots=True)
 class CompletionBatch:
     """Completions that were not acknowledged yet, oldest first. In columns, because a step has thousands."""
 
@@ -166,7 +202,7 @@ class CompletionBatch:
 class EngineAPI(Protocol):
     """Calls to a `lockstep.rollout.engine_service:EngineService` worker."""
 
-    def submit(self, requests: list[Request]) -> None:
+    def submit(self, batch: RequestBatch) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
 
     def collect(self, ack: int = 0, hold_s: float = 0.0) -> CompletionBatch:
@@ -206,13 +242,11 @@ class EngineAPI(Protocol):
         """The engine's counters; answered at any time."""
 
 
-def check_request(
-    request: Request, group_prompt: np.ndarray, open_ids: Container[str], context: int, vocabulary: int
-) -> None:
+def check_request(request: Request, of_group: Request, open_ids: Container[str], context: int, vocabulary: int) -> None:
     """Raises BadRequest for a request that cannot be served.
 
     Args:
-        group_prompt: the prompt of the request's group.
+        of_group: a request of the same group, possibly this one.
         open_ids: ids of open requests.
         context: the largest length of a sequence.
         vocabulary: the number of tokens.
@@ -232,8 +266,45 @@ def check_request(
         )
     if int(request.prompt.min()) < 0 or int(request.prompt.max()) >= vocabulary:
         raise BadRequest(request.id, f"has a prompt token outside of the vocabulary of {vocabulary}")
-    if group_prompt is not request.prompt and not np.array_equal(group_prompt, request.prompt):
+    if of_group.prompt is not request.prompt and not np.array_equal(of_group.prompt, request.prompt):
         raise BadRequest(request.id, f"has another prompt than the other requests of group {request.group!r}")
+    if not same_images(of_group.images, request.images):
+        raise BadRequest(request.id, f"has other images than the other requests of group {request.group!r}")
+    if request.images and of_group is request:
+        _check_images(request)
+
+
+def same_images(one: Sequence[PlacedImage], other: Sequence[PlacedImage]) -> bool:
+    """Whether two prompts have the same images at the same places."""
+    return one is other or (
+        len(one) == len(other)
+        and all(
+            a is b or (a.digest == b.digest and np.array_equal(a.places, b.places))
+            for a, b in zip(one, other, strict=True)
+        )
+    )
+
+
+def _check_images(request: Request) -> None:
+    """Raises BadRequest unless the images' places are places of the prompt, in ascending order, before its last token,
+    whose place has the first generated token as its successor."""
+    length, before = len(request.prompt), -1
+    for image in request.images:
+        places = image.places
+        if not len(places):
+            raise BadRequest(request.id, f"has image {image.digest} without places in the prompt")
+        if int(places[0]) <= before or not bool((np.diff(places) > 0).all()):
+            problem = (
+                f"has places of image {image.digest} that are not ascending, or not after those of the image before"
+            )
+            raise BadRequest(request.id, problem)
+        before = int(places[-1])
+        if before >= length:
+            problem = f"has image {image.digest} at place {before}, but its prompt has {length} tokens"
+            raise BadRequest(request.id, problem)
+        if before == length - 1:
+            problem = "has a prompt that ends with an image: at least one token of text must follow the last image"
+            raise BadRequest(request.id, problem)
 
 
 def empty_completion(request: Request) -> Completion:

@@ -16,7 +16,7 @@ from lockstep.cluster.protocol import DeferredResult, concurrent
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import EngineConfig
 from lockstep.data.samples import Completion
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request, RolloutEngine
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request, RequestBatch, RolloutEngine
 from lockstep.rollout.weight_loading import open_reader
 from lockstep.watch.beacon.writer import current_beacon
 
@@ -60,7 +60,8 @@ class EngineService:
             self._engine.load_weights(Path(weights), version)
         self._show_stage()
 
-    def submit(self, requests: list[Request]) -> None:
+    def submit(self, batch: RequestBatch) -> None:
+        requests = batch.requests
         self._engine.submit(requests)
         self._outbox.expect(requests)
         self._show_stage()

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.base.folders import new_run_id
 from lockstep.models.tiny_model import make_tiny
-from lockstep.rollout.engine_protocol import Request
+from lockstep.rollout.engine_protocol import Request, RequestBatch
 from lockstep.rollout.engine_service import EngineService
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 
@@ -24,7 +24,8 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EngineS
 
 def test_the_stage_says_what_the_engine_does(service: EngineService) -> None:
     assert current_beacon().stage_name == "idle"
-    service.submit([Request("a", "g", np.arange(1, 6, dtype=np.int32), seed=3, max_tokens=4, ignore_eos=True)])
+    request = Request("a", "g", np.arange(1, 6, dtype=np.int32), seed=3, max_tokens=4, ignore_eos=True)
+    service.submit(RequestBatch.of([request]))
     assert current_beacon().stage_name == "generate"
     service.pause()
     service.background()

@@ -117,7 +117,7 @@ class _StaticDecode:
         fold = RowFold(shape.groups, shape.width, self.row_of_cell, self.cell_of_row)
         rows = torch.arange(shape.rows, device=device)
         none = np.zeros(0, np.int64)
-        row_set = RowSet(none, none, device, dtype, shape.prompt, none, fold, rows, self.prompt)
+        row_set = RowSet(none, none, device, dtype, shape.prompt, none, none, fold, rows, self.prompt)
         masks: dict[int | None, Masks] = {None: (self.prompt, self.suffix)}
         self.batch = DecodeBatch(graphs.cache, row_set, none, self.write_at, shape.suffix, _masks=masks)
         self._row_set: RowSet | None = None

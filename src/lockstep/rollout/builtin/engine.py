@@ -14,7 +14,8 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import BuiltinEngineConfig as EngineConfig
 from lockstep.data.samples import Completion
 from lockstep.models.model_loader import context_length, load_policy, load_tokenizer
-from lockstep.rollout.builtin.model_runner import choose_runner
+from lockstep.rollout.builtin.prompt_images import ImageSource
+from lockstep.rollout.builtin.runner_choice import choose_runner
 from lockstep.rollout.builtin.sampler import SamplingRows, sample_tokens
 from lockstep.rollout.builtin.scheduler import DecodeRows, Scheduler, StopChecker
 from lockstep.rollout.engine_protocol import EngineProgress, Request, check_request, empty_completion, eos_tokens
@@ -40,6 +41,7 @@ class BuiltinEngine:
         reader: reads versions for `load_weights`.
         version: version of the weights in `lm`.
         prefix_cache: size of the cache of ended sequences (see `Request.keep`), as a share of `cache_tokens`.
+        images: computes the features of images, with the weights of `lm`; requests have none if it is None.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class BuiltinEngine:
         reader: WeightReader | None = None,
         version: int = 0,
         prefix_cache: float = 0.5,
+        images: ImageSource | None = None,
     ) -> None:
         self.version = version
         self.lm = lm.eval().requires_grad_(False)
@@ -63,7 +66,7 @@ class BuiltinEngine:
         self._rows = DecodeRows(max_rows)
         self._scheduler = Scheduler(cache_tokens)
         self._stops = StopChecker(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
-        self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache)
+        self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache, images)
         self._expected = ExpectedParameters(lm)
         self._receiver: WeightReceiver | None = None
         self._sampling: SamplingRows | None = None
@@ -88,12 +91,10 @@ class BuiltinEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
-        prompts: dict[str, np.ndarray] = {}
+        first: dict[str, Request] = {}
         ids = set(self._ids)
         for request in requests:
-            check_request(
-                request, prompts.setdefault(request.group, request.prompt), ids, self.context, self._vocabulary
-            )
+            check_request(request, first.setdefault(request.group, request), ids, self.context, self._vocabulary)
             self._check_fits_cache(request)
             ids.add(request.id)
         self._ids = ids
@@ -133,7 +134,7 @@ class BuiltinEngine:
         """
         if self._reader is None:
             raise ValueError("the engine has no weight reader; pass `reader`")
-        self._runner.prefixes.clear()
+        self._runner.forget()
         with self._reader(source, version) as tensors:
             self._load(tensors)
         self.version = version
@@ -146,7 +147,7 @@ class BuiltinEngine:
         self._expected.check(receiver.promised(where))
         with receiver.stream(where, version, 0, self.device) as arriving:
             tensors = dict(arriving)
-        self._runner.prefixes.clear()
+        self._runner.forget()
         self._load(tensors)
         self.version = version
         self._remove_groups(())

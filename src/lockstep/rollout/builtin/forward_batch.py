@@ -1,5 +1,6 @@
 """The batches of the engine's forwards: prompts to prefill, rows to decode."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,12 +23,21 @@ class PrefillBatch:
     Args:
         starts: the number of tokens at each prompt's beginning whose keys and values are in its slot already.
         lengths: the number of tokens to compute after them.
+        spans: `image_spans` of each prompt, if the tokens of a span see each other in both directions.
     """
 
-    __slots__ = ("_masks", "_scatter", "cache", "first", "lengths", "longest", "pad", "starts", "unpad", "width",
-                 "windows")  # fmt: skip
+    __slots__ = ("_masks", "_scatter", "_spans", "cache", "first", "lengths", "longest", "pad", "starts", "unpad",
+                 "width", "windows")  # fmt: skip
 
-    def __init__(self, cache: KVCache, first: int, starts: list[int], lengths: list[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        first: int,
+        starts: list[int],
+        lengths: list[int],
+        device: torch.device,
+        spans: Sequence[np.ndarray] = (),
+    ) -> None:
         self.cache, self.first, self.starts, self.lengths, self.width = cache, first, starts, lengths, max(lengths)
         self.longest = max(start + length for start, length in zip(starts, lengths, strict=True))
         self.windows: dict[int, int] = {}
@@ -47,9 +57,18 @@ class PrefillBatch:
         if any(starts):
             slots = torch.arange(first, first + len(lengths)).repeat_interleave(sizes)
             self._scatter = slots.to(device), self.positions().to(device)
+        self._spans = self._span_table(spans) if any((span >= 0).any() for span in spans) else None
+        """Number of the span of each token, int64 `[prompts, longest]`; None if all attention is causal."""
+
+    def _span_table(self, spans: Sequence[np.ndarray]) -> Tensor:
+        table = torch.full((len(spans), self.longest), -1)
+        for row, span in zip(table, spans, strict=True):
+            tokens = min(len(span), self.longest)
+            row[:tokens] = torch.from_numpy(span[:tokens])
+        return table
 
     def positions(self) -> Tensor:
-        """The position of each token in its prompt, int64 `[tokens]`."""
+        """The number of each token in its prompt, int64 `[tokens]`."""
         return torch.cat([torch.arange(s, s + length) for s, length in zip(self.starts, self.lengths, strict=True)])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -57,7 +76,7 @@ class PrefillBatch:
         if window is not None:
             self.windows[layer] = window
         limit = window if window is not None and window < self.longest else None
-        plain = q.device.type == "cuda" and limit is None and self._scatter is None
+        plain = q.device.type == "cuda" and limit is None and self._scatter is None and self._spans is None
         compute = self._attend_causal if plain else self._attend_in_blocks
         out = compute(self._add_padding(q), keys, values, scaling, limit).flatten(0, 1)
         return out if self.unpad is None else out.index_select(0, self.unpad)
@@ -108,15 +127,23 @@ class PrefillBatch:
     def _visible_keys(self, start: int, stop: int, window: int | None) -> slice:
         """The keys that are visible to any of the queries `start` to `stop`."""
         low = 0 if window is None else max(0, min(self.starts) + start - window + 1)
-        return slice(low, min(self.longest, max(self.starts) + stop))
+        high = self.longest if self._spans is not None else min(self.longest, max(self.starts) + stop)
+        return slice(low, high)
 
     def _mask(self, start: int, stop: int, keys: slice, window: int | None, shared: int, like: Tensor) -> Tensor:
         """The bias for the scores of queries `start` to `stop` (for each of `shared` heads) and these keys."""
         if (start, window) not in self._masks:
-            begins = torch.tensor([0] if self._scatter is None else self.starts).unsqueeze(1)
+            begins = torch.tensor([0] if self._scatter is None and self._spans is None else self.starts).unsqueeze(1)
             query = (begins + torch.arange(start, stop)).repeat(1, shared).unsqueeze(2)
             key = torch.arange(keys.start, keys.stop)
-            visible = (key <= query) if window is None else (key <= query) & (key > query - window)
+            visible = key <= query
+            if self._spans is not None:
+                of_key = self._spans[:, None, keys]
+                # Padding may stand for queries after the end of the prompt; which keys these see does not matter.
+                of_query = self._spans.gather(1, query[:, :, 0].clamp(max=self.longest - 1)).unsqueeze(2)
+                visible = visible | ((of_query == of_key) & (of_key >= 0))
+            if window is not None:
+                visible = visible & (key > query - window)
             self._masks[start, window] = mask_bias(visible.unsqueeze(1).to(like.device), like.dtype)
         return self._masks[start, window]
 
@@ -169,7 +196,9 @@ class RowSet:
     prompt: int
     """Tokens of the longest prompt."""
     suffix_start: np.ndarray
-    """int64 `[rows]`: position in its sequence of the first suffix token of each row."""
+    """int64 `[rows]`: number in its sequence of the first suffix token of each row."""
+    first_position: np.ndarray
+    """int64 `[rows]`: position of this token for the model. After images it may be smaller than its number."""
     fold: RowFold
     rows: Tensor
     """int64 `[rows]`: the slot of each row in the suffix tables."""
@@ -177,13 +206,23 @@ class RowSet:
     """Bias for the scores, `[groups, 1, 1, prompt]`; None if all prompts have the same length."""
 
     @classmethod
-    def of(cls, group: np.ndarray, lengths: np.ndarray, device: torch.device, dtype: torch.dtype) -> "RowSet":
+    def of(
+        cls,
+        group: np.ndarray,
+        lengths: np.ndarray,
+        device: torch.device,
+        dtype: torch.dtype,
+        offsets: np.ndarray | None = None,
+    ) -> "RowSet":
+        """Makes the row set. `offsets`: `CachedPrompt.position_offset` of each group, int64 `[groups]`."""
+        start = lengths[group]
+        first = start if offsets is None else start + offsets[group]
         prompt, mask = int(lengths.max()), None
         if int(lengths.min()) < prompt:
             visible = torch.arange(prompt) < torch.from_numpy(lengths).unsqueeze(1)
             mask = mask_bias(visible.to(device), dtype)[:, None, None, :]
         fold, rows = RowFold.of(group, len(lengths), device), torch.arange(len(group), device=device)
-        return cls(group, lengths, device, dtype, prompt, lengths[group], fold, rows, mask)
+        return cls(group, lengths, device, dtype, prompt, start, first, fold, rows, mask)
 
     def decode(self, cache: KVCache, counts: np.ndarray) -> "DecodeBatch":
         """Makes the batch of the next token of each row. `counts` is the number of suffix tokens of each row in the
@@ -231,8 +270,8 @@ class DecodeBatch:
     _masks: dict[int | None, Masks] = field(default_factory=dict)
 
     def positions(self) -> np.ndarray:
-        """The position of each row's token in its sequence, int64 `[rows]`."""
-        positions: np.ndarray = self.row_set.suffix_start + self.counts
+        """The position of each row's token, int64 `[rows]`."""
+        positions: np.ndarray = self.row_set.first_position + self.counts
         return positions
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:

@@ -15,8 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.rollout.builtin.cached_attention import ForwardBatch
+from lockstep.rollout.builtin.prompt_images import MergedImages
 
-FUSED_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FUSED_FAMILIES = (
+    "LlamaModel",
+    "MistralModel",
+    "Qwen2Model",
+    "Qwen2VLTextModel",
+    "Qwen2_5_VLTextModel",
+    "Qwen3Model",
+    "Qwen3VLTextModel",
+)
+"""The decoders, which may be parts of vision-language models."""
 
 _MAX_TRANSPOSED_BYTES = 16 << 20
 """A layer whose matrices have fewer bytes stores them transposed."""
@@ -125,8 +135,8 @@ class FusedRotary:
         self._cos = self._sin = like.new_empty(0, 1, 0)
 
     def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """`[tokens, 1, dim]` each, for int64 positions `[tokens]` below `longest`."""
-        if not self._has_table:
+        """`[tokens, 1, dim]` each, for int64 positions `[tokens]` below `longest`, or `[3, tokens]`."""
+        if not self._has_table or positions.ndim == 2:
             return self._compute(positions)
         if longest > len(self._cos):
             every = torch.arange(max(256, 1 << (longest - 1).bit_length()), device=self.like.device)
@@ -134,7 +144,9 @@ class FusedRotary:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.module(self.like, positions.unsqueeze(0))
+        cos, sin = self.module(self.like, positions.unsqueeze(-2))
+        if cos.ndim != 3:
+            raise NotFusible(f"{type(self.module).__name__} leaves the axes of positions apart")
         sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], -1)
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
@@ -209,12 +221,14 @@ class FusedForward:
     """The forward of `lm`, whose parameters become views of fused tensors. Raises NotFusible."""
 
     def __init__(self, lm: Any) -> None:
-        if type(lm).__name__ not in FUSED_FAMILIES or not type(lm).__module__.startswith("transformers."):
+        decoder = lm.get_decoder()
+        ours = (type(each).__module__.startswith("transformers.") for each in (lm, decoder))
+        if type(decoder).__name__ not in FUSED_FAMILIES or not all(ours):
             raise NotFusible(f"there is no fused forward for {type(lm).__name__}")
-        self.embedding = lm.model.embed_tokens.weight
-        self.rotary = FusedRotary(lm.model.rotary_emb, self.embedding)
-        self.layers = [FusedLayer(index, module) for index, module in enumerate(lm.model.layers)]
-        self.norm, self.head = FusedNorm.of(lm.model.norm), lm.lm_head
+        self.embedding = decoder.embed_tokens.weight
+        self.rotary = FusedRotary(decoder.rotary_emb, self.embedding)
+        self.layers = [FusedLayer(index, module) for index, module in enumerate(decoder.layers)]
+        self.norm, self.head = FusedNorm.of(decoder.norm), lm.get_output_embeddings()
         self.windows = {layer.index: layer.window for layer in self.layers if layer.window is not None}
 
     def __call__(self, tokens: Tensor, positions: Tensor, longest: int, batch: ForwardBatch) -> Tensor:
@@ -224,11 +238,17 @@ class FusedForward:
             layer(x, cos, sin, batch)
         return F.linear(self.norm(x), self.head.weight, self.head.bias)
 
-    def fill(self, tokens: Tensor, positions: Tensor, longest: int, batch: ForwardBatch) -> None:
+    def fill(
+        self, tokens: Tensor, positions: Tensor, longest: int, batch: ForwardBatch, images: MergedImages | None = None
+    ) -> None:
         """Computes only the keys and values of the tokens, and so skips the last layer's attention and MLP."""
         x, cos, sin = self._start(tokens, positions, longest)
+        if images is not None:
+            images.merge(x)
         for layer in self.layers[:-1]:
             layer(x, cos, sin, batch)
+            if images is not None:
+                images.add_deepstack(layer.index, x)
         self.layers[-1].store(x, cos, sin, batch)
 
     def _start(self, tokens: Tensor, positions: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:

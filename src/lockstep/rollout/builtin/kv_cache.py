@@ -1,13 +1,17 @@
 """The KV cache of the running sequences, and the prefix cache of ended ones that later prompts may begin with."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.data.samples import PlacedImage
 from lockstep.rollout.builtin.cached_attention import uses_matmul_attention
+from lockstep.rollout.engine_protocol import same_images
 
 
 @dataclass(slots=True)
@@ -163,10 +167,21 @@ LayerKV = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass(slots=True)
 class CachedSequence:
-    """A sequence, int `[tokens]`, and its keys and values."""
+    """A sequence, int `[tokens]`, with its images, and its keys and values."""
 
     tokens: np.ndarray
+    images: Sequence[PlacedImage]
     layers: LayerKV
+
+    def shared_tokens(self, tokens: np.ndarray, images: Sequence[PlacedImage]) -> int:
+        """The length of the longest common prefix with another sequence. It has no part of an image."""
+        length = _common_prefix(self.tokens, tokens)
+        for one, other in zip_longest(self.images, images):
+            pair = [image for image in (one, other) if image is not None]
+            first = min(int(image.places[0]) for image in pair)
+            if not same_images(pair[:1], pair[1:]) or first < length <= int(pair[0].places[-1]):
+                return min(length, first)
+        return length
 
 
 class PrefixCache:
@@ -186,10 +201,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def find(self, prompt: np.ndarray) -> tuple[LayerKV, int]:
+    def find(self, prompt: np.ndarray, images: Sequence[PlacedImage] = ()) -> tuple[LayerKV, int]:
         """Returns the keys and values of the kept sequence with the longest common prefix, and the prefix's length."""
         self.queries += len(prompt)
-        shared = {number: _common_prefix(kept.tokens, prompt) for number, kept in self._kept.items()}
+        shared = {number: kept.shared_tokens(prompt, images) for number, kept in self._kept.items()}
         best = max(shared, key=shared.__getitem__, default=None)
         if best is None or shared[best] < _MIN_SHARED_TOKENS:
             return {}, 0
@@ -197,13 +212,13 @@ class PrefixCache:
         self.hits += shared[best]
         return self._kept[best].layers, shared[best]
 
-    def keep(self, tokens: np.ndarray, layers: LayerKV, limit: int) -> None:
+    def keep(self, tokens: np.ndarray, layers: LayerKV, limit: int, images: Sequence[PlacedImage] = ()) -> None:
         """Adds a sequence in place of those that it continues, and evicts old ones until at most `limit` tokens are
         kept."""
         for number, kept in list(self._kept.items()):
-            if _common_prefix(kept.tokens, tokens) == len(kept.tokens):
+            if kept.shared_tokens(tokens, images) == len(kept.tokens):
                 self._drop(number)
-        self._kept[self._next_number] = CachedSequence(tokens, layers)
+        self._kept[self._next_number] = CachedSequence(tokens, images, layers)
         self._next_number += 1
         self.tokens += len(tokens)
         while self.tokens > limit:

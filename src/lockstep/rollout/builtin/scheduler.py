@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.data.samples import Completion, FinishReason
+from lockstep.data.samples import Completion, FinishReason, PlacedImage
 from lockstep.rollout.builtin.sampler import SamplingRows
 from lockstep.rollout.engine_protocol import Request, contains_stop, stop_window
 
@@ -131,6 +131,10 @@ class CachedPrompt:
     prompt: np.ndarray
     version: int
     """Version of the weights that its keys and values were computed with."""
+    images: tuple[PlacedImage, ...] = ()
+    position_offset: int = 0
+    """By how much the positions of the tokens after the prompt differ from their number in the sequence. The runner
+    sets it when it prefills a prompt with images."""
     running: int = 0
     """Number of running rows of the group."""
 
@@ -192,7 +196,7 @@ class Scheduler:
         self._count_not_waiting(request)
         if request.group not in slots:
             slots[request.group] = len(self.groups)
-            self.groups.append(CachedPrompt(request.group, request.prompt, version))
+            self.groups.append(CachedPrompt(request.group, request.prompt, version, request.images))
         slot = slots[request.group]
         self.groups[slot].running += 1
         rows.add_row(request, slot)

@@ -21,7 +21,7 @@ from lockstep.rollout.client.engine_failover import EngineFailover, EngineRecove
 from lockstep.rollout.client.engine_slot import HOLD_PER_ENGINE_S, MAX_HOLD_S, EngineSlot
 from lockstep.rollout.client.request_router import EngineLoad, RequestRouter
 from lockstep.rollout.client.stragglers import StragglerDetector, gather_patiently
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, Request
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, Request, RequestBatch
 
 T = TypeVar("T")
 
@@ -261,7 +261,7 @@ class EnginePool:
         for rank, requests in self._router.assign().items():
             slot = self._slots[rank]
             assert slot.worker is not None  # the router assigns requests to live engines only
-            dispatched.append((slot, slot.worker, slot.worker.submit(EngineAPI.submit, requests)))
+            dispatched.append((slot, slot.worker, slot.worker.submit(EngineAPI.submit, RequestBatch.of(requests))))
             self._request_completions(slot)
         return dispatched
 

@@ -203,9 +203,9 @@ class MultiTurnClient(RolloutClient):
             self.pool.forget(self._ended)
             self._ended.clear()
         outgoing, self._outgoing = self._outgoing, []
-        groups: dict[bytes, str] = {}
+        groups: dict[tuple[bytes, ...], str] = {}
         for request in outgoing:
-            request.group = groups.setdefault(request.prompt.tobytes(), request.id)
+            request.group = groups.setdefault(_prompt_key(request), request.id)
         if outgoing:
             super().submit(outgoing, _TURN_QUEUE)
 
@@ -349,6 +349,12 @@ class MultiTurnClient(RolloutClient):
                 episode=copy.deepcopy(conversation.episode),
             )
             self._finished.setdefault(conversation.queue, []).append(completion)
+
+
+def _prompt_key(request: Request) -> tuple[bytes, ...]:
+    """Equal for requests with the same prompt and the same images."""
+    images = (part for image in request.images for part in (image.digest.encode(), image.places.tobytes()))
+    return request.prompt.tobytes(), *images
 
 
 def _completion_number(request: Request) -> int:

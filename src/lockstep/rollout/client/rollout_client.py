@@ -232,6 +232,7 @@ class RolloutClient:
             id=id,
             group=f"{step}/{prompt.uid}{suffix}",
             prompt=prompt.tokens,
+            images=tuple(prompt.images),
             seed=request_seed(self.seed, step, prompt.uid + suffix, k),
             temperature=chosen.temperature,
             top_p=chosen.top_p,

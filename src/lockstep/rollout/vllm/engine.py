@@ -164,11 +164,10 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
-        prompts: dict[str, np.ndarray] = {}
+        first: dict[str, Request] = {}
         ids, checked = set(self._ids), set[tuple[float, ...]]()
         for request in requests:
-            prompt = prompts.setdefault(request.group, request.prompt)
-            check_request(request, prompt, ids, self.context, self._vocabulary)
+            check_request(request, first.setdefault(request.group, request), ids, self.context, self._vocabulary)
             settings = (request.temperature, request.top_p, request.top_k, request.min_p)
             if settings not in checked:
                 check_sampling(request, self._eos)

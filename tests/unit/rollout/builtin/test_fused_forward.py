@@ -28,7 +28,8 @@ from lockstep.models.tiny_model import TinyModel, char_tokenizer
 from lockstep.rollout.builtin import BuiltinEngine
 from lockstep.rollout.builtin import fused_forward as fused_module
 from lockstep.rollout.builtin.fused_forward import FusedForward
-from lockstep.rollout.builtin.model_runner import CachedRunner, ModelForward
+from lockstep.rollout.builtin.model_forward import ModelForward
+from lockstep.rollout.builtin.model_runner import CachedRunner
 from lockstep.rollout.engine_protocol import Request
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other

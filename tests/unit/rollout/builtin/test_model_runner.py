@@ -24,7 +24,8 @@ from transformers import (
 
 from lockstep.models.tiny_model import TinyModel, char_tokenizer
 from lockstep.rollout.builtin import BuiltinEngine
-from lockstep.rollout.builtin.model_runner import CachedRunner, PlainRunner
+from lockstep.rollout.builtin.model_runner import CachedRunner
+from lockstep.rollout.builtin.plain_runner import PlainRunner
 from lockstep.rollout.engine_protocol import Request
 from lockstep.rollout.errors import BadLogits
 

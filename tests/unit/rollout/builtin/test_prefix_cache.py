@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from lockstep.rollout.builtin import BuiltinEngine
 from lockstep.rollout.builtin.fused_forward import FusedForward
 from lockstep.rollout.builtin.kv_cache import PrefixCache
-from lockstep.rollout.builtin.model_runner import CachedRunner, ModelForward
+from lockstep.rollout.builtin.model_forward import ModelForward
+from lockstep.rollout.builtin.model_runner import CachedRunner
 from lockstep.rollout.engine_protocol import Request
 from tests.unit.rollout.builtin.test_fused_forward import CONTEXT, TOKENIZER, build, run, whole_logprobs
 

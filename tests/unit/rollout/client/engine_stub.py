@@ -34,7 +34,7 @@ class Engine:
             return Answer(self, *arguments)
         if method.__name__ == "progress":
             return self.answer(method, EngineProgress(0, 0, 0, 0, 0, False))
-        self.asked += [request.id for request in arguments[0]]
+        self.asked += [request.id for request in arguments[0].requests]
         self.asked_at = time.monotonic()
         return self.answer(method, None)
 
@@ -128,7 +128,7 @@ class FakeWorker:
         self.death_callbacks.append(callback)
 
     def asked(self) -> list[str]:
-        return [each.id for method, (given,) in self._of("submit") for each in given]
+        return [each.id for method, (given,) in self._of("submit") for each in given.requests]
 
     def _of(self, name: str) -> list[tuple[str, Any]]:
         return [call for call in self.calls if call[0] == name]

@@ -130,7 +130,7 @@ class Slow:
                 self.question = call, answer
                 return call
             case "submit":
-                self.asked += [each.id for each in arguments[0]]
+                self.asked += [each.id for each in arguments[0].requests]
             case "abort":
                 self.aborted += arguments[0]
             case "progress":

@@ -1,0 +1,78 @@
+"""The images of prompts in a prefill: features in place of embeddings, positions, attention in both directions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.data.images.image_store import PreparedImage
+from lockstep.data.samples import PlacedImage
+
+
+@dataclass(slots=True)
+class MergedImages:
+    """The features of the images of a forward."""
+
+    places: Tensor
+    """int64 `[features]`: the tokens whose embeddings the features are, ascending."""
+    rows: Tensor
+    """`[features, hidden]`."""
+    deepstack: Sequence[Tensor] = ()
+    """`[features, hidden]` each: what is added at the places to the output of each of the first layers (DeepStack, Meng
+    et al. 2024, arXiv:2406.04334)."""
+
+    def merge(self, embeddings: Tensor) -> None:
+        """Writes the features into embeddings `[tokens, hidden]`."""
+        embeddings[self.places] = self.rows.to(embeddings.dtype)
+
+    def add_deepstack(self, layer: int, hidden: Tensor) -> None:
+        """Adds to the output `[tokens, hidden]` of a layer."""
+        if layer < len(self.deepstack):
+            hidden.index_add_(0, self.places, self.deepstack[layer].to(hidden.dtype))
+
+    def decoder_arguments(self, tokens: int) -> dict[str, Any]:
+        """The arguments for DeepStack of a decoder of transformers."""
+        if not self.deepstack:
+            return {}
+        is_feature = torch.zeros(1, tokens, dtype=torch.bool, device=self.places.device)
+        is_feature[0, self.places] = True
+        return {"visual_pos_masks": is_feature, "deepstack_visual_embeds": list(self.deepstack)}
+
+
+class ImageSource(Protocol):
+    """Where the engine gets from what images contribute to a prompt. All results belong to the current weights."""
+
+    bidirectional: bool
+    """Whether the tokens of an image see each other in both directions."""
+    three_axes: bool
+    """Whether positions have three axes (M-RoPE)."""
+
+    def read(self, images: Sequence[PlacedImage]) -> list[PreparedImage]:
+        """Reads prepared images. Raises ImageUnavailable."""
+
+    def positions(
+        self, prompt: np.ndarray, images: Sequence[PlacedImage], prepared: Sequence[PreparedImage]
+    ) -> np.ndarray | None:
+        """The positions of a prompt, int64 `[3, tokens]`; None without `three_axes`."""
+
+    def features(self, images: Sequence[PlacedImage], prepared: Sequence[PreparedImage]) -> MergedImages:
+        """Computes the features of images, for the places that `images` have."""
+
+
+def image_spans(images: Sequence[PlacedImage], tokens: int) -> np.ndarray:
+    """Numbers the runs of adjacent places of each image: int64 `[tokens]`, -1 for other tokens."""
+    spans, number = np.full(tokens, -1, np.int64), 0
+    for image in images:
+        starts = np.diff(image.places, prepend=-2) != 1
+        spans[image.places] = number + np.cumsum(starts) - 1
+        number += int(starts.sum())
+    return spans
+
+
+def decode_offset(positions: np.ndarray | None) -> int:
+    """By how much the positions of tokens that follow a prompt differ from their number in the sequence, given the
+    prompt's positions `[3, tokens]`."""
+    return 0 if positions is None else int(positions[:, -1].max()) + 1 - positions.shape[1]

@@ -1,0 +1,88 @@
+"""Requests in messages, and which requests with images are refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.cluster.rpc.codec import decode_payload, encode_payload, signature_of
+from lockstep.data.samples import PlacedImage
+from lockstep.rollout.engine_protocol import EngineAPI, Request, RequestBatch, check_request
+from lockstep.rollout.errors import BadRequest
+
+
+def image(*places: int, digest: str = "0123456789abcdef") -> PlacedImage:
+    return PlacedImage(digest, np.array(places, np.int32), "photo.png", (40, 30), (32, 28))
+
+
+def request(id: str, prompt: np.ndarray, images: tuple[PlacedImage, ...] = (), **fields: Any) -> Request:
+    return Request(id, "g", prompt, seed=1, images=images, **fields)
+
+
+def sent(requests: list[Request]) -> list[Request]:
+    """The requests as the worker decodes them."""
+    payload = signature_of(EngineAPI.submit).encode_arguments((RequestBatch.of(requests),), {})
+    batch = signature_of(EngineAPI.submit).decode_arguments(bytearray(payload))["batch"]
+    return list(batch.requests)
+
+
+@given(groups=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=5))
+def test_requests_arrive_as_they_were_sent(groups: list[tuple[int, int, int]]) -> None:
+    requests = []
+    for number, (length, size, count) in enumerate(groups):
+        prompt = np.arange(length, dtype=np.int32)
+        images = tuple(image(*range(k, k + 2), digest=f"{number:04d}{k:04d}") for k in range(count))
+        requests += [
+            Request(f"{number}/{k}", f"{number}", prompt, seed=k, images=images, top_p=0.5, stop=("x",))
+            for k in range(size)
+        ]
+    for before, after in zip(requests, sent(requests), strict=True):
+        assert (before.id, before.group, before.seed, before.stop) == (after.id, after.group, after.seed, after.stop)
+        assert np.array_equal(before.prompt, after.prompt) and after.prompt.dtype == np.int32
+        assert [each.to_json() for each in before.images] == [each.to_json() for each in after.images]
+
+
+def test_a_groups_prompt_and_images_are_sent_once() -> None:
+    prompt, images = np.arange(1500, dtype=np.int32), (image(*range(2, 1298)),)
+    one = len(encode_payload(RequestBatch.of([request("0", prompt, images)])))
+    # The client makes a tuple per request, of the same images.
+    eight = RequestBatch.of([request(str(k), prompt, tuple(images)) for k in range(8)])
+    assert len(encode_payload(eight)) < one + 8 * 300 < 2 * one
+    arrived = decode_payload(encode_payload(eight), RequestBatch).requests
+    assert len({id(each.prompt) for each in arrived}) == len({id(each.images) for each in arrived}) == 1
+
+
+def test_equal_prompts_with_different_images_stay_different() -> None:
+    prompt = np.arange(9, dtype=np.int32)
+    arrived = sent([request("a", prompt, (image(1, digest="aaaaaaaa"),)), request("b", prompt, (image(1),))])
+    assert [each.images[0].digest for each in arrived] == ["aaaaaaaa", "0123456789abcdef"]
+
+
+@pytest.mark.parametrize(
+    ("images", "problem"),
+    [
+        ((image(3, 2),), "not ascending"),
+        ((image(3, 3),), "not ascending"),
+        ((image(-1, 2),), "not ascending"),
+        ((image(1, 2, 5), image(4)), "not after those of the image before"),
+        ((image(),), "without places"),
+        ((image(4, 12),), "at place 12, but its prompt has 9 tokens"),
+        ((image(7, 8),), "at least one token of text must follow"),
+    ],
+)
+def test_images_that_do_not_fit_the_prompt_are_refused(images: tuple[PlacedImage, ...], problem: str) -> None:
+    bad = request("a", np.arange(9, dtype=np.int32), images)
+    with pytest.raises(BadRequest, match=problem):
+        check_request(bad, bad, set(), 512, 64)
+
+
+@pytest.mark.parametrize("images", [(), (image(1, 2, digest="aaaaaaaa"),), (image(1, 3),), (image(1, 2), image(4))])
+def test_requests_of_a_group_have_the_same_images(images: tuple[PlacedImage, ...]) -> None:
+    prompt = np.arange(9, dtype=np.int32)
+    first = request("a", prompt, (image(1, 2),))
+    check_request(first, first, set(), 512, 64)
+    check_request(request("b", prompt.copy(), (image(1, 2),)), first, set(), 512, 64)
+    with pytest.raises(BadRequest, match="other images than the other requests of group 'g'"):
+        check_request(request("b", prompt, images), first, set(), 512, 64)
