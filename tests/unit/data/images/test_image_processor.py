@@ -16,6 +16,7 @@ from lockstep.data.images.image_processor import (
     ImageProcessor,
     ImageProcessorError,
     ImageRefused,
+    PlaceholderMismatch,
     load_image_processor,
 )
 from lockstep.models.tiny_model import make_tiny
@@ -133,7 +134,7 @@ def test_another_number_of_placeholders_is_refused(folder: Path) -> None:
     processor = load(folder)
     prepared = processor.prepare(picture((8, 8)), "00000000")
     for count in (0, 2):
-        with pytest.raises(ImageRefused, match=rf"{count} times, and there are 1 images"):
+        with pytest.raises(PlaceholderMismatch, match=rf"{count} times, and there are 1 images"):
             processor.expand("a" + processor.placeholder * count, [prepared])
     tokens, placed = processor.expand("ab", [])
     assert tokens.size == 2 and placed == []
