@@ -11,11 +11,14 @@ from torch import Tensor
 
 from lockstep.config.model import ModelConfig
 from lockstep.data.samples import PlacedImage
+from lockstep.models.errors import ModelError
+from lockstep.models.hf_checkpoint import fill_policy
 from lockstep.models.model_loader import load_policy
-from lockstep.models.vision.row_images import row_images
+from lockstep.models.packing_probe import probe_packing
+from lockstep.models.vision.row_images import ImageFeatures, image_features, row_images
 from lockstep.models.vision.tiny_families import VISION_FAMILIES
 from lockstep.models.vision.vision_policy import VisionPolicyModel
-from tests.contract.vision_samples import VisionPrompt, VisionSamples, picture
+from tests.contract.vision_samples import SIZES, VisionPrompt, VisionSamples, picture
 
 UNMARKED = ("qwen3_vl", "gemma3")
 FAMILIES = [pytest.param(family, marks=() if family in UNMARKED else pytest.mark.slow) for family in VISION_FAMILIES]
@@ -114,12 +117,7 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 @pytest.fixture(params=FAMILIES, scope="module")
 def samples(request, tmp_path_factory) -> VisionSamples:
-    family = request.param
-    if family == "smolvlm":  # the package writes numbers of frames in words; images need none
-        patch = pytest.MonkeyPatch()
-        patch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
-        request.addfinalizer(patch.undo)
-    return VisionSamples(tmp_path_factory.mktemp(family) / "m", family)
+    return VisionSamples(tmp_path_factory.mktemp(request.param) / "m", request.param)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -128,7 +126,7 @@ def test_a_forest_with_images_equals_separate_forwards(samples: VisionSamples, f
     row = pack(groups)
     found = row_logprobs(policy, row)
     expected = torch.cat([samples.own_logprobs(prompt, own) for prompt, group in groups for own in group])
-    assert float((found - expected).abs().max()) < 1e-5
+    assert float((found - expected).detach().abs().max()) < 1e-5
     policy.zero_grad(set_to_none=True)
     samples.reference.zero_grad(set_to_none=True)
     (found * row.weights).sum().backward()
@@ -145,7 +143,7 @@ def test_a_row_without_images_is_not_changed_by_the_dummy(samples: VisionSamples
     row = pack(groups[2:3])
     layout = policy.row_layout(row.lengths, row.parents, [], [])
     results = []
-    for images in (None, row_images(groups[0][0].prepared, [], "cpu")):
+    for images in (None, row_images([samples.images.smallest()], [], "cpu")):
         policy.zero_grad(set_to_none=True)
         found, _ = policy(row.tokens, layout, row.pairs[:, 0], row.tokens[row.pairs[:, 1]], images=images)
         (found * row.weights).sum().backward()
@@ -155,7 +153,7 @@ def test_a_row_without_images_is_not_changed_by_the_dummy(samples: VisionSamples
     assert all(torch.equal(own[name], others[name]) for name in own)
     # transformers' own forward of the text agrees
     expected = samples.own_logprobs(*(groups[2][0], groups[2][1][0]))
-    assert float((plain - expected).abs().max()) < 1e-5
+    assert float((plain - expected).detach().abs().max()) < 1e-5
     reached = [parameter for parameter in policy.tower.parameters() if parameter.grad is not None]
     assert reached and all(not parameter.grad.any() for parameter in reached)
 
@@ -171,3 +169,44 @@ def test_other_images_give_other_results(samples: VisionSamples) -> None:
     )
     with torch.no_grad():
         assert float((row_logprobs(policy, row) - row_logprobs(policy, other)).abs().max()) > 1e-4
+
+
+def test_the_probe_finds_that_trees_with_images_are_exact(samples: VisionSamples) -> None:
+    result = probe_packing(loaded(samples, fused=True), image=forest(samples)[0][0].prepared[0])
+    assert result.mode == "forest" and "with images, its own forward" in result.reason
+
+
+def test_the_probe_refuses_a_model_that_computes_images_in_another_way(samples: VisionSamples, monkeypatch) -> None:
+    policy, image = loaded(samples, fused=False), forest(samples)[0][0].prepared[0]
+    path = "lockstep.models.vision.vision_policy.image_features"
+
+    def without_projector(lm, inputs):
+        found = image_features(lm, inputs)
+        return ImageFeatures(found.rows * 2, found.deepstack)
+
+    monkeypatch.setattr(path, without_projector)
+    with pytest.raises(ModelError, match="after an image differ by"):
+        probe_packing(policy, image=image)
+
+
+def test_weights_are_read_into_a_model_on_the_meta_device(samples: VisionSamples) -> None:
+    """Several families have other names on disk than in memory."""
+    policy = load_policy(ModelConfig(path=str(samples.folder)), "cpu", meta=True)
+    report = fill_policy(policy, samples.folder, "cpu")
+    assert not report.unexpected
+    fresh = load_policy(ModelConfig(path=str(samples.folder)), "cpu")
+    found, expected = dict(policy.named_parameters()), dict(fresh.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(not buffer.is_meta for buffer in policy.buffers())
+    row = pack(forest(samples))
+    with torch.no_grad():
+        assert torch.equal(row_logprobs(policy, row), row_logprobs(fresh, row))
+
+
+def test_the_layers_are_those_of_the_language_model(samples: VisionSamples) -> None:
+    """The tower has as many."""
+    policy = loaded(samples, fused=False)
+    inside = {id(parameter) for parameter in policy.tower.parameters()}
+    assert len(policy.layers) == SIZES["layers"]
+    assert not inside & {id(parameter) for layer in policy.layers for parameter in layer.parameters()}

@@ -51,7 +51,7 @@ def outcome(
     policy.zero_grad()
     tokens = torch.arange(layout.tokens) * 7 % 90 + 2
     subset = policy._query_subset(layout, sources)
-    hidden = policy._hidden(tokens, layout, subset)
+    hidden = policy._hidden({"input_ids": tokens[None]}, layout, subset)
     hidden = hidden[sources if subset is None else subset.places_of(sources)]
     (hidden * torch.linspace(-1, 2, hidden.numel()).view_as(hidden)).sum().backward()
     return hidden.detach(), {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
