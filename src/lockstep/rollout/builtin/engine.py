@@ -15,7 +15,7 @@ from lockstep.config.rollout import BuiltinEngineConfig as EngineConfig
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import Completion
 from lockstep.models.model_loader import context_length, load_policy, load_tokenizer
-from lockstep.rollout.builtin.model_forward import has_vision
+from lockstep.models.vision.vision_policy import is_vision_config
 from lockstep.rollout.builtin.prompt_images import ModelImages
 from lockstep.rollout.builtin.runner_choice import choose_runner
 from lockstep.rollout.builtin.sampler import SamplingRows, sample_tokens
@@ -30,12 +30,15 @@ log = logging.getLogger(__name__)
 class BuiltinEngine:
     """Any causal language model of transformers, on the CPU or one GPU. Implements `RolloutEngine`.
 
+    The vision tower of a vision-language model computes the features of a prompt's images when the prompt is prefilled,
+    once per group, with the weights of that moment. Tokens that the model generates are text, whatever their ids.
+
     New weights are loaded between two decode steps. Running rows keep their keys and values, and their later tokens
     carry the new version. The recorded log-probabilities are those of the distribution that was sampled from. Prompts
     of later requests are prefilled with the new weights.
 
     Args:
-        lm: an `AutoModelForCausalLM`, on its device and in its precision.
+        lm: an `AutoModelForCausalLM` or `AutoModelForImageTextToText`, on its device and in its precision.
         tokenizer: decodes stop strings and the completions' text.
         max_rows: the largest number of requests that are decoded together.
         cache_tokens: limit of the KV cache in tokens; it grows as needed if None.
@@ -69,7 +72,7 @@ class BuiltinEngine:
         self._scheduler = Scheduler(cache_tokens)
         self._stops = StopChecker(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
         self._images = images
-        source = ModelImages(lm, images) if images is not None and has_vision(lm) else None
+        source = ModelImages(lm, images) if images is not None and is_vision_config(lm.config) else None
         self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache, source)
         self._expected = ExpectedParameters(lm)
         self._receiver: WeightReceiver | None = None
@@ -207,7 +210,7 @@ class BuiltinEngine:
     def _check_images(self, request: Request) -> None:
         if not request.images:
             return
-        if not has_vision(self.lm):
+        if not is_vision_config(self.lm.config):
             raise BadRequest(request.id, f"has images, but {type(self.lm).__name__} has no vision tower")
         if self._images is None:
             raise BadRequest(request.id, "has images, but the engine was started without the folder of prepared images")

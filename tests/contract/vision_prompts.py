@@ -1,6 +1,6 @@
-"""Tiny vision-language models for contract tests: prompts with pictures, and what transformers itself computes for them.
+"""Tiny vision-language models with prepared images in a store, and what transformers itself generates for them.
 
-`own_inputs` is transformers' processor, called on its own: it shares nothing with Lockstep's preparation.
+`own_inputs` calls transformers' processor on its own: it shares nothing with Lockstep's preparation of images.
 """
 
 import inspect
@@ -21,13 +21,10 @@ from lockstep.data.images.image_processor import load_image_processor
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import PlacedImage
 from lockstep.models.vision.tiny_vision import make_tiny_vision
+from lockstep.rollout.engine_protocol import Request
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 48, "tiles": 2, "vision_hidden": 32, "vision_ffn": 32,
          "max_length": 4096, "alphabet": "abcdefgh?: ", "tie_embeddings": False}  # fmt: skip
-
-
-def picture(seed: int, width: int = 30, height: int = 30) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,15 @@ class PicturePrompt:
     pictures: list[Image.Image]
     tokens: np.ndarray
     images: tuple[PlacedImage, ...]
+
+    def requests(self, group: str, count: int = 1, **fields: Any) -> list[Request]:
+        """Requests of a group, the first of them greedy."""
+        settings = {"max_tokens": 12, "ignore_eos": True, "images": self.images, **fields}
+        temperatures = [0.0] + [1.0] * (count - 1)
+        return [
+            Request(f"{group}/{k}", group, self.tokens, seed=k, temperature=temperatures[k], **settings)
+            for k in range(count)
+        ]
 
 
 @dataclass
@@ -101,7 +107,7 @@ class VisionScene:
         assert inputs["input_ids"][0].tolist() == prompt.tokens.tolist()
         accepted = inspect.signature(lm.forward).parameters
         if "token_type_ids" in accepted:  # Gemma 3's name
-            inputs["token_type_ids"] = inputs.pop("mm_token_type_ids")
+            inputs["token_type_ids"] = inputs.pop("mm_token_type_ids", inputs.get("token_type_ids"))
         return {name: values for name, values in inputs.items() if name in accepted and name != "attention_mask"}
 
     @torch.inference_mode()
