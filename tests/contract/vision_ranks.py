@@ -146,7 +146,7 @@ def mine(minibatch: MiniBatch, role: TrainRole, rank: int) -> list[MicroBatch[np
     empty = minibatch.spread(len(rows) + 1).by_rank[-1][0]
     assert empty.images == [] and empty.tokens.size == 1
     seeing, blind = [row for row in rows if row.images], [row for row in rows if not row.images]
-    return seeing if rank == 0 else [blind[0], empty, *blind[1:]][: len(seeing)]
+    return [*seeing, empty] if rank == 0 else [blind[0], empty, *blind[1:]]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from lockstep.config.model import AdapterConfig, ModelConfig
 from lockstep.config.trainer import TrainerConfig
@@ -73,11 +75,19 @@ def shard_policy(
         # As in a model that is all in the compute precision: rotary frequencies stay in float32.
         whole = replace(precision, output_dtype=None, cast_forward_inputs=cast)
         fully_shard(unit, reshard_after_forward=reshard_after_forward, mp_policy=whole, **settings)
+        _restore_recorded_outputs(unit)
     # Backward begins with the root's own parameters (embedding, last norm, head), so freeing them would save nothing.
     fully_shard(policy, reshard_after_forward=False, mp_policy=precision, **settings)
     for module in sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
+
+
+def _restore_recorded_outputs(module: nn.Module) -> None:
+    """Lets a tower return the hidden states of its blocks: transformers finds out by a model's class, which FSDP2
+    changes, what it may record of the model."""
+    if isinstance(module, PreTrainedModel):
+        _CAN_RECORD_REGISTRY[module] = module._can_record_outputs
 
 
 def copied_weights(policy: PolicyModel) -> set[nn.Parameter]:
