@@ -196,4 +196,8 @@ def _build_model(model: TinyVision, family: VisionFamily, tokenizer: PreTrainedT
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
-        return AutoModelForImageTextToText.from_config(config)
+        network = AutoModelForImageTextToText.from_config(config)
+        for parameter in network.parameters():
+            if parameter.ndim > 1 and not parameter.any():  # Gemma 3's projector, which would hide all images
+                torch.nn.init.normal_(parameter, std=0.02)
+    return network
