@@ -11,10 +11,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from lockstep.base.text import first_line
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as EngineConfig
+from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import Completion, FinishReason
 from lockstep.models.folder_digests import check_digests
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import load_policy, load_tokenizer, usable_context
+from lockstep.models.vision.vision_policy import is_vision_config
 from lockstep.rollout.engine_protocol import (
     EngineProgress,
     Request,
@@ -24,7 +26,8 @@ from lockstep.rollout.engine_protocol import (
     eos_tokens,
     stop_window,
 )
-from lockstep.rollout.errors import BadLogits, InterruptedUpdate, NoWeights, TornEngine
+from lockstep.rollout.errors import BadLogits, BadRequest, InterruptedUpdate, NoWeights, TornEngine
+from lockstep.rollout.vllm.vllm_images import VllmImages
 from lockstep.rollout.vllm.vllm_requests import (
     TrackedRequest,
     WaitingQueue,
@@ -75,6 +78,7 @@ class VllmEngine:
         reader: reads versions for `load_weights`.
         version: version of the weights in the core.
         slower: why the engine does not decode in the fastest possible way; "" if it does.
+        images: converts the images of requests; None if the engine gets none.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class VllmEngine:
         reader: ReaderSource | None = None,
         version: int = 0,
         slower: str = "",
+        images: VllmImages | None = None,
     ) -> None:
         self.version, self.slower = version, slower
         self.tokenizer = tokenizer
@@ -97,6 +102,7 @@ class VllmEngine:
         self._workers: int = config.parallel_config.world_size
         self._capacity: int = config.scheduler_config.max_num_seqs
         self._eos, self._expected, self._vocabulary = eos, expected, vocabulary
+        self._images = images
         self._has_reader = reader is not None
         if reader is not None:
             info = {"reader": reader, "expected": expected}
@@ -128,10 +134,12 @@ class VllmEngine:
         version: int = 0,
         threads: int | None = None,
         sleeps: bool = False,
+        images: str | None = None,
     ) -> "VllmEngine":
         """Starts vLLM with the model.
 
         Args:
+            images: folder of the run's prepared images; None if requests have no images.
             threads: number of threads of the whole engine on a CPU; vLLM's choice if None.
             sleeps: whether `sleep` can free the GPU's memory.
 
@@ -144,14 +152,15 @@ class VllmEngine:
         check_digests(resolve_folder(model.path, model.revision))
         tokenizer = load_tokenizer(model)
         lm = load_policy(model, "cpu", meta=True).lm
-        latent = getattr(lm.config.get_text_config(), "kv_lora_rank", None) is not None
-        arguments = engine_arguments(model, engine, device, usable_context(model, lm.config), sleeps, latent)
-        core = start_core(model.path, arguments)
+        context = usable_context(model, lm.config)
+        arguments = engine_arguments(model, engine, device, context, sleeps, lm.config, images is not None)
+        core = start_core(model.path, arguments, is_vision_config(lm.config))
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))
         try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))
         why = vllm_slowdown(vllm_dtype(model, engine, device), device)
-        return cls(core, tokenizer, eos, CheckpointParameters(lm), vocabulary, reader, version, why)
+        takes = None if images is None else VllmImages.of_core(core, ImageStore(Path(images)))
+        return cls(core, tokenizer, eos, CheckpointParameters(lm), vocabulary, reader, version, why, takes)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
@@ -163,9 +172,16 @@ class VllmEngine:
             if settings not in checked:
                 check_sampling(request, self._eos)
             checked.add(settings)
+            if request.images:
+                self._check_images(request)
             ids.add(request.id)
         self._ids = ids
         self._waiting.add(requests)
+
+    def _check_images(self, request: Request) -> None:
+        if self._images is None:
+            raise BadRequest(request.id, "has images, but the engine was started without a folder of prepared images")
+        self._images.check(request)
 
     def step(self) -> list[Completion]:
         """Admits requests, runs a step of vLLM, and returns the completions that are finished."""
@@ -240,6 +256,8 @@ class VllmEngine:
         self.version = version
         self._loads += 1
         self._requeue_unstarted()
+        if self._images is not None:
+            self._images.forget(self.core)
 
     def _check_not_torn(self) -> None:
         if self._torn is not None and not self._incomplete:
@@ -301,7 +319,8 @@ class VllmEngine:
             name = str(self._admitted)
             self._admitted += 1
             self._running[name] = tracked
-            self.core.add_request(core_request(name, tracked.request, self._eos, str(self._loads)))
+            images = None if self._images is None else self._images.features(tracked.request, self._loads)
+            self.core.add_request(core_request(name, tracked.request, self._eos, str(self._loads), images))
 
     def _process_outputs(self, outputs: Any) -> list[Completion]:
         self._update_counters(outputs.scheduler_stats)

@@ -14,20 +14,21 @@ from lockstep.rollout.errors import BadRequest
 from lockstep.rollout.vllm.vllm_setup import vllm_error
 
 
-def core_request(name: str, request: Request, eos: frozenset[int], salt: str) -> Any:
+def core_request(name: str, request: Request, eos: frozenset[int], salt: str, images: list[Any] | None = None) -> Any:
     """Converts a request to the type that vLLM's core receives.
 
     Args:
         name: the request's id within vLLM, never used before.
         eos: tokens that end the completion, unless the request ignores them.
         salt: part of the key of the prompt's blocks in the prefix cache.
+        images: the prompt's images, as features of vLLM.
     """
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
         request_id=name,
         prompt_token_ids=request.prompt.tolist(),
-        mm_features=None,
+        mm_features=images,
         sampling_params=sampling_params(request, eos),
         pooling_params=None,
         arrival_time=0.0,

@@ -4,11 +4,13 @@ import importlib
 import inspect
 import os
 import socket
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from lockstep.base.errors import PicklableError
 from lockstep.base.text import first_line
@@ -18,11 +20,24 @@ from lockstep.config.rollout import VllmEngineConfig as EngineConfig
 from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import resolve_dtype
+from lockstep.models.vision.vision_policy import is_vision_config
 
 WORKER_EXTENSION = "lockstep.rollout.vllm.weight_transfer.WorkerExtension"
+_LATENT_ATTENTION: Mapping[str, Any] = {
+    "attention_backend": "CPU_MLA",
+    "block_size": 16,
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
+"""Arguments for a model whose keys and values are computed from a latent vector, as in DeepSeek-V3, on a CPU. vLLM's
+choice where the CPU has AMX computes only in bfloat16, and cannot reload weights. Its CPU kernel for rotary embeddings
+is wrong for the query's shape in this attention."""
 _LOAD_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, AttributeError)
 """Errors that vLLM and its dependencies raise for a bad model or argument, in addition to vLLM's own. An AttributeError
 is that of a kernel that is missing from vLLM's build."""
+TORCHVISION_REMEDY = (
+    "install the torchvision that belongs to the installed torch (pip install torchvision, from torch's index), or set "
+    "rollout.engine.kind=builtin"
+)
 _BUILTIN_REMEDY = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
 
 
@@ -32,14 +47,16 @@ def engine_arguments(
     device: str,
     context: int,
     sleeps: bool = False,
-    latent_attention: bool = False,
+    architecture: PretrainedConfig | None = None,
+    images: bool = False,
 ) -> dict[str, Any]:
     """Returns the keyword arguments of vLLM's `EngineArgs`; `engine.extra` overrides them.
 
     Args:
         context: the largest length of a sequence.
         sleeps: whether the engine can release its GPU's memory.
-        latent_attention: whether keys and values are computed from a latent vector, as in DeepSeek-V3.
+        architecture: the model's config in transformers; None for one that needs no arguments of its own.
+        images: whether requests have images.
 
     Raises:
         ModelError: with these arguments weights could not be loaded.
@@ -69,19 +86,35 @@ def engine_arguments(
         batch_tokens = max(context, min(4096, engine.max_num_seqs * context))
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": batch_tokens}
         arguments |= {"kv_cache_memory_bytes": int(engine.cpu_kv_cache_gb * 2**30)}
-        if latent_attention:
-            # vLLM's choice where the CPU has AMX computes only in bfloat16, and cannot reload weights. Its CPU kernel
-            # for rotary embeddings is wrong for the query's shape in this attention.
-            arguments |= {"attention_backend": "CPU_MLA", "block_size": 16}
-            arguments |= {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+        if architecture is not None and getattr(architecture.get_text_config(), "kv_lora_rank", None) is not None:
+            arguments |= _LATENT_ATTENTION
     else:
         arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
+    if architecture is not None and is_vision_config(architecture):
+        arguments |= _image_arguments(images, on_cpu)
     arguments |= engine.extra
     if on_cpu and not arguments["enforce_eager"]:
         # Compiled code refers to the weights that were packed at compile time, so it would not see new weights.
         remedy = "leave it out (on a CPU it is true)"
         raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not load weights", remedy)
     return arguments
+
+
+def _image_arguments(images: bool, on_cpu: bool) -> dict[str, Any]:
+    """Arguments for a model that has an encoder for images."""
+    if not images:
+        return {"language_model_only": True}
+    return {
+        # vLLM derives the fields of a model's inputs with the model's processor, which needs a tokenizer.
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"video": 0, "audio": 0},
+        # The pixels of requests are normalised. vLLM would do it again, by default and without an error.
+        "mm_device_do_normalize": False,
+        # The core would keep the pixels of 4 GiB of images, for a front end that sends each image once: vLLM's own.
+        "mm_processor_cache_gb": 0,
+        # vLLM measures memory on GPUs only.
+        "skip_mm_profiling": on_cpu,
+    }
 
 
 def vllm_dtype(model: ModelConfig, engine: EngineConfig, device: str) -> torch.dtype:
@@ -96,8 +129,11 @@ def vllm_slowdown(dtype: torch.dtype, device: str) -> str:
     return ""
 
 
-def start_core(path: str, arguments: dict[str, Any]) -> Any:
+def start_core(path: str, arguments: dict[str, Any], vision: bool = False) -> Any:
     """Starts vLLM's engine core in this process and loads the model. Tensor-parallel workers are child processes.
+
+    Args:
+        vision: whether the model has an encoder for images.
 
     Raises:
         ModelError: vLLM does not support the model or the arguments, or fails to load it.
@@ -110,7 +146,7 @@ def start_core(path: str, arguments: dict[str, Any]) -> Any:
         executor_class = executors.get_class(config)
     except (*_LOAD_ERRORS, vllm_error()) as error:
         problem = f"vLLM on host {host} does not support it ({_error_text(error)})"
-        raise ModelError("model.path", path, problem, _BUILTIN_REMEDY) from error
+        raise ModelError("model.path", path, problem, _start_remedy(vision)) from error
     if getattr(config, "max_concurrent_batches", 1) > 1:
         raise ModelError(
             "rollout.engine.extra",
@@ -122,7 +158,15 @@ def start_core(path: str, arguments: dict[str, Any]) -> Any:
         return client.InprocClient(config, executor_class, log_stats=True)
     except (*_LOAD_ERRORS, AssertionError, vllm_error()) as error:
         problem = f"vLLM on host {host} cannot load it ({_error_text(error)})"
-        raise ModelError("model.path", path, problem, _BUILTIN_REMEDY) from error
+        raise ModelError("model.path", path, problem, _start_remedy(vision)) from error
+
+
+def _start_remedy(vision: bool) -> str:
+    """What to do if vLLM does not start. It says nothing of a missing torchvision, which it imports for the processors
+    of most models with images."""
+    if vision and find_spec("torchvision") is None:
+        return f"torchvision is missing there: {TORCHVISION_REMEDY}"
+    return _BUILTIN_REMEDY
 
 
 def try_core(path: str, core: Any, request: Any) -> None:
