@@ -170,7 +170,9 @@ def test_without_the_cache_salt_prompts_use_old_keys_and_values(start, folder, t
     from lockstep.rollout.vllm import engine as module
 
     made = core_request
-    monkeypatch.setattr(module, "core_request", lambda name, request, eos, salt: made(name, request, eos, "same"))
+    monkeypatch.setattr(
+        module, "core_request", lambda name, request, eos, salt, images: made(name, request, eos, "same")
+    )
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
     assert error(new, requests, run(engine, requests)) > 1e-3

@@ -16,6 +16,7 @@ from lockstep.data.samples import Completion, FinishReason
 from lockstep.models.folder_digests import check_digests
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import load_policy, load_tokenizer, usable_context
+from lockstep.models.vision.vision_policy import is_vision_config
 from lockstep.rollout.engine_protocol import (
     EngineProgress,
     Request,
@@ -37,7 +38,6 @@ from lockstep.rollout.vllm.vllm_requests import (
 from lockstep.rollout.vllm.vllm_setup import (
     check_usable,
     engine_arguments,
-    has_vision,
     prepare_vllm,
     start_core,
     try_core,
@@ -154,7 +154,7 @@ class VllmEngine:
         lm = load_policy(model, "cpu", meta=True).lm
         context = usable_context(model, lm.config)
         arguments = engine_arguments(model, engine, device, context, sleeps, lm.config, images is not None)
-        core = start_core(model.path, arguments, has_vision(lm.config))
+        core = start_core(model.path, arguments, is_vision_config(lm.config))
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))
         try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))

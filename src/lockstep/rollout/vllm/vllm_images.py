@@ -90,17 +90,21 @@ class VllmImages:
             return None
         from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-        specs = []
-        for image in request.images:
-            # The keys of an image in the encoder cache and in the prefix cache. Nothing else tells images apart there.
-            key = f"{image.digest}-{loads}" if self.trained else image.digest
-            specs.append(MultiModalFeatureSpec(self._item(request.id, image), "image", key, placeholders(image.places)))
-        return specs
+        return [
+            MultiModalFeatureSpec(
+                self._item(request.id, image), "image", self._key(image, loads), placeholders(image.places)
+            )
+            for image in request.images
+        ]
 
     def forget(self, core: Any) -> None:
         """Drops the embeddings in vLLM's encoder cache, after a load of weights that may change them."""
         if self.trained:
             core.reset_encoder_cache()
+
+    def _key(self, image: PlacedImage, loads: int) -> str:
+        """The image's key in the encoder cache and in the prefix cache, where nothing else tells images apart."""
+        return f"{image.digest}-{loads}" if self.trained else image.digest
 
     def _item(self, request: str, image: PlacedImage) -> Any:
         item = self._items.get(image.digest)
@@ -158,7 +162,9 @@ def core_item(image: PreparedImage, layout: FieldLayout, dtype: torch.dtype, tok
     found = {name: len(each) for name, each in items.items()}
     if found != {"image": 1}:
         shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in inputs.items())
-        raise ValueError(f"image {image.digest}: vLLM's model finds {found or 'no image'} in {shapes}, expected 1 image")
+        raise ValueError(
+            f"image {image.digest}: vLLM's model finds {found or 'no image'} in {shapes}, expected 1 image"
+        )
     return items["image"][0]
 
 

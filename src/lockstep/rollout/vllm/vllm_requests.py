@@ -14,9 +14,7 @@ from lockstep.rollout.errors import BadRequest
 from lockstep.rollout.vllm.vllm_setup import vllm_error
 
 
-def core_request(
-    name: str, request: Request, eos: frozenset[int], salt: str, images: list[Any] | None = None
-) -> Any:
+def core_request(name: str, request: Request, eos: frozenset[int], salt: str, images: list[Any] | None = None) -> Any:
     """Converts a request to the type that vLLM's core receives.
 
     Args:

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import socket
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
@@ -19,8 +20,17 @@ from lockstep.config.rollout import VllmEngineConfig as EngineConfig
 from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import resolve_dtype
+from lockstep.models.vision.vision_policy import is_vision_config
 
 WORKER_EXTENSION = "lockstep.rollout.vllm.weight_transfer.WorkerExtension"
+_LATENT_ATTENTION: Mapping[str, Any] = {
+    "attention_backend": "CPU_MLA",
+    "block_size": 16,
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+}
+"""Arguments for a model whose keys and values are computed from a latent vector, as in DeepSeek-V3, on a CPU. vLLM's
+choice where the CPU has AMX computes only in bfloat16, and cannot reload weights. Its CPU kernel for rotary embeddings
+is wrong for the query's shape in this attention."""
 _LOAD_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, AttributeError)
 """Errors that vLLM and its dependencies raise for a bad model or argument, in addition to vLLM's own. An AttributeError
 is that of a kernel that is missing from vLLM's build."""
@@ -77,13 +87,10 @@ def engine_arguments(
         arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": batch_tokens}
         arguments |= {"kv_cache_memory_bytes": int(engine.cpu_kv_cache_gb * 2**30)}
         if architecture is not None and getattr(architecture.get_text_config(), "kv_lora_rank", None) is not None:
-            # Keys and values are computed from a latent vector, as in DeepSeek-V3. vLLM's choice where the CPU has AMX computes only in bfloat16, and cannot reload weights. Its CPU kernel
-            # for rotary embeddings is wrong for the query's shape in this attention.
-            arguments |= {"attention_backend": "CPU_MLA", "block_size": 16}
-            arguments |= {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+            arguments |= _LATENT_ATTENTION
     else:
         arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
-    if architecture is not None and has_vision(architecture):
+    if architecture is not None and is_vision_config(architecture):
         arguments |= _image_arguments(images, on_cpu)
     arguments |= engine.extra
     if on_cpu and not arguments["enforce_eager"]:
@@ -91,11 +98,6 @@ def engine_arguments(
         remedy = "leave it out (on a CPU it is true)"
         raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not load weights", remedy)
     return arguments
-
-
-def has_vision(architecture: PretrainedConfig) -> bool:
-    """Whether the model has an encoder for images."""
-    return getattr(architecture, "vision_config", None) is not None
 
 
 def _image_arguments(images: bool, on_cpu: bool) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def _image_arguments(images: bool, on_cpu: bool) -> dict[str, Any]:
         "limit_mm_per_prompt": {"video": 0, "audio": 0},
         # The pixels of requests are normalised. vLLM would do it again, by default and without an error.
         "mm_device_do_normalize": False,
-        # The core's end of this cache would wait for images that only vLLM's own front end sends.
+        # The core would keep the pixels of 4 GiB of images, for a front end that sends each image once: vLLM's own.
         "mm_processor_cache_gb": 0,
         # vLLM measures memory on GPUs only.
         "skip_mm_profiling": on_cpu,

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from transformers import DeepseekV3Config
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as Config
@@ -79,14 +80,15 @@ def test_arguments_follow_the_config(tmp_path):
 
 def test_latent_attention_on_a_cpu_uses_what_can_reload_weights(tmp_path):
     model = ModelConfig(path=str(make_tiny(tmp_path / "m", hidden=16, heads=2, kv_heads=1, ffn=32, max_length=64)))
-    here = engine_arguments(model, Config(), "cpu", 64, latent_attention=True)
+    deepseek = DeepseekV3Config()
+    here = engine_arguments(model, Config(), "cpu", 64, architecture=deepseek)
     assert (here["attention_backend"], here["block_size"]) == ("CPU_MLA", 16)
     assert "-rotary_embedding" in here["compilation_config"]["custom_ops"]
     own = Config(extra={"attention_backend": "AMX_MLA"})
-    assert engine_arguments(model, own, "cpu", 64, latent_attention=True)["attention_backend"] == "AMX_MLA"
+    assert engine_arguments(model, own, "cpu", 64, architecture=deepseek)["attention_backend"] == "AMX_MLA"
     for other in (
         engine_arguments(model, Config(), "cpu", 64),
-        engine_arguments(model, Config(), "cuda:0", 64, latent_attention=True),
+        engine_arguments(model, Config(), "cuda:0", 64, architecture=deepseek),
     ):
         assert "attention_backend" not in other and "compilation_config" not in other
 
