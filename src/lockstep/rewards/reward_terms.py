@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.config import reward as config
+from lockstep.config.terms import answer_terms
+from lockstep.config.terms.answer_terms import AnswerTerm
 from lockstep.data.samples import Prompt
 from lockstep.rewards import reward_functions, verifiers
+from lockstep.rewards.answer_verifiers import box_iou, count_reward, format_reward, text_reward
 from lockstep.rewards.reward_functions import ReportScored, ground_truth
 from lockstep.rewards.reward_signatures import (
     RewardFunction,
@@ -139,6 +142,7 @@ LocalTermConfig = (
     | config.JsonSchemaReward
     | config.EnvironmentReward
     | config.TaskReward
+    | AnswerTerm
 )
 """Terms that verify one sample after the other, without user code or a server."""
 
@@ -159,6 +163,14 @@ def _make_verifier(term: LocalTermConfig, base: Path) -> Verifier:
             return lambda prompt, sample: _environment_reward(sample)
         case config.TaskReward(extract=extract):
             return lambda prompt, sample: _task_reward(prompt, sample.text, extract)
+        case answer_terms.IouReward():
+            return lambda prompt, sample: box_iou(sample.text, _answer(prompt), term, prompt.images)
+        case answer_terms.CountReward():
+            return lambda prompt, sample: count_reward(sample.text, _answer(prompt), term)
+        case answer_terms.TextAnswerReward():
+            return lambda prompt, sample: text_reward(sample.text, _answer(prompt), term)
+        case answer_terms.AnswerFormatReward():
+            return lambda prompt, sample: format_reward(sample.text, term)
 
 
 def _environment_reward(sample: RewardSample) -> float:
@@ -253,4 +265,11 @@ def data_columns(path: str, names: Collection[str], example: Prompt) -> DataColu
 
 def needs_answers(terms: Sequence[config.RewardTerm]) -> bool:
     """Whether a term needs an answer for every prompt."""
-    return any(isinstance(term, config.ExactMatchReward | config.MathReward) for term in terms)
+    comparing = (
+        config.ExactMatchReward,
+        config.MathReward,
+        answer_terms.IouReward,
+        answer_terms.CountReward,
+        answer_terms.TextAnswerReward,
+    )
+    return any(isinstance(term, comparing) for term in terms)
