@@ -64,14 +64,18 @@ class LengthPenalty(RewardTermSection):
 
 
 class FunctionReward(RewardTermSection):
-    """A user's function with the signature of TRL, verl (per sample or batch) or OpenRLHF."""
+    """A user's function with the signature of TRL, VLM-R1, verl (per sample or batch) or OpenRLHF."""
 
     kind: Literal["function"] = "function"
     path: str
     """`file.py:name` or `package.module:name`."""
-    signature: Literal["auto", "trl", "verl", "verl_batch", "openrlhf"] = "auto"
+    signature: Literal["auto", "trl", "vlm_r1", "verl", "verl_batch", "openrlhf"] = "auto"
+    """`auto` tells them apart by the parameters, but for `vlm_r1`, whose parameters are those of `trl`."""
     arguments: dict[str, Any] = {}
     """Extra keyword arguments."""
+    images: Literal["paths", "pil", "none"] = "paths"
+    """What the function gets of a prompt's images, per completion: `paths` gives `image_path` (a list of paths) and,
+    where the model's processor makes one, `image_grid_thw`; `pil` gives `images` (a list of PIL images) as well."""
 
 
 class JsonSchemaReward(RewardTermSection):

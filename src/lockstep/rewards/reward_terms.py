@@ -6,7 +6,7 @@ The module also has the controller's checks of terms, which run no user code: on
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 from lockstep.config import reward as config
 from lockstep.config.terms import answer_terms
 from lockstep.config.terms.answer_terms import AnswerTerm
+from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import Prompt
 from lockstep.rewards import reward_functions, verifiers
 from lockstep.rewards.answer_verifiers import box_iou, count_reward, format_reward, text_reward
@@ -73,12 +74,20 @@ def build_term(
     base: Path = Path(),
     concurrency: int = 1,
     data: Collection[DataColumns] = (),
+    images: Path | None = None,
 ) -> RewardTerm:
-    """Makes a term. Raises TermError or RewardFunctionError if it cannot be used, or not with one of the datasets."""
+    """Makes a term. Raises TermError or RewardFunctionError if it cannot be used, or not with one of the datasets.
+
+    Args:
+        base: the folder that paths of functions are relative to.
+        concurrency: how many requests at once the term may send.
+        data: the datasets whose prompts are scored.
+        images: the folder of the run's `ImageStore`, if its prompts have images.
+    """
     if isinstance(term, config.FunctionReward):
-        function = load_reward_function(term.path, term.signature, dict(term.arguments), base)
+        function = load_reward_function(term.path, term.signature, dict(term.arguments), base, term.images)
         check_columns(function, data)
-        return function_term(name, function)
+        return function_term(name, replace(function, store=None if images is None else ImageStore(images)))
     if isinstance(term, config.ModelReward) and term.url is None:
         return RewardTerm(name, term.kind, None, False, partial(_refuse_served, name))
     if isinstance(term, config.HttpReward | config.JudgeReward | config.ModelReward):
