@@ -13,11 +13,19 @@ from typing import Any
 import numpy as np
 
 from lockstep.base.json_text import MalformedJson, parse_json
-from lockstep.config.terms.answer_terms import AnswerFormatReward, AnswerPart, CountReward, IouReward, TextAnswerReward
+from lockstep.config.terms.answer_terms import AnswerFormatReward, CountReward, IouReward, TextAnswerReward
 from lockstep.data.images.boxes import rescale_boxes
+from lockstep.data.images.boxes_in_text import (
+    FENCED_JSON,
+    FoundBoxes,
+    answer_part,
+    boxes_of,
+    expected_boxes,
+    find_boxes,
+    json_value,
+)
 from lockstep.data.samples import PlacedImage
 from lockstep.rewards.box_overlap import as_boxes, average_precision, iou_matrix, largest_matching
-from lockstep.rewards.boxes_in_text import FENCED_JSON, FoundBoxes, boxes_of, expected_boxes, find_boxes, json_value
 
 LARGEST_MATCH = 100
 """Boxes of a completion that are matched; further ones count as found nowhere, and lower the reward."""
@@ -25,17 +33,6 @@ _LARGEST_COUNT = 10**18
 _WHOLE_NUMBER = re.compile(r"(?<![\d.])[+-]?\d{1,18}(?:,\d{3})*(?!\.?\d)")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def answer_part(text: str, part: AnswerPart) -> str | None:
-    """The text in the last `<answer>...</answer>`, or the whole text; None if the former is wanted and missing."""
-    if part == "whole":
-        return text
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    if start >= 0:
-        return text[start + len("<answer>") : end].strip()
-    return text if part == "auto" else None
 
 
 def box_iou(text: str, answer: Any, term: IouReward, images: Sequence[PlacedImage] = ()) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.base.json_text import MalformedJson, parse_json
+from lockstep.config.terms.answer_terms import AnswerPart
 
 BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box")
 LARGEST_COUNT = 1000
@@ -33,6 +34,17 @@ class FoundBoxes:
 
     def __len__(self) -> int:
         return len(self.corners)
+
+
+def answer_part(text: str, part: AnswerPart) -> str | None:
+    """The text in the last `<answer>...</answer>`, or the whole text; None if the former is wanted and missing."""
+    if part == "whole":
+        return text
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    if start >= 0:
+        return text[start + len("<answer>") : end].strip()
+    return text if part == "auto" else None
 
 
 def find_boxes(text: str) -> FoundBoxes:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.rewards.boxes_in_text import LARGEST_COUNT, boxes_of, expected_boxes, find_boxes
+from lockstep.data.images.boxes_in_text import LARGEST_COUNT, boxes_of, expected_boxes, find_boxes
 
 BOX = (10.0, 20.0, 30.0, 40.0)
 
