@@ -68,7 +68,7 @@ class ImageDataConfig(Section):
     allowed."""
     on_error: Literal["refuse", "skip"] = "refuse"
     """For an image that is missing, damaged or too large: refuse the run, or leave its row out and count it."""
-    max_pixels_in_file: int = Field(64_000_000, gt=0)
+    max_pixels_in_file: int = Field(64_000_000, gt=0, le=178_956_970)
     """The most pixels (width times height) of a file that is decoded: a small file may claim to hold a picture that
     fills the memory."""
     workers: int = Field(2, gt=0)

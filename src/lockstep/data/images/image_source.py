@@ -1,0 +1,276 @@
+"""The images of a dataset's rows: where they are, their sizes, and their pixels.
+
+An image may be anything. Only formats that Pillow decodes itself are opened, sizes are read before pixels, and a
+problem names the image.
+"""
+
+import base64
+import binascii
+import io
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+from PIL.Image import DecompressionBombError, Transpose
+
+from lockstep.config.vision import ImageDataConfig
+from lockstep.data.dataset_rows import BadRow
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Formats that are opened. Others, such as EPS, start programs, or are rare and little tested."""
+MAX_FILE_BYTES = 256 << 20
+_ORIENTATION = 0x0112
+"""The tag of EXIF that says how a camera was held."""
+_UPRIGHT = {
+    2: Transpose.FLIP_LEFT_RIGHT,
+    3: Transpose.ROTATE_180,
+    4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE,
+    6: Transpose.ROTATE_270,
+    7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}
+_REMEDY = "Replace the image, leave the row out, or set data.images.on_error to skip."
+_KINDS = 'a path, a data: URL, bytes, {"bytes": ..., "path": ...} or an image of Pillow'
+
+
+class UnusableImage(BadRow):
+    """An image of a row is missing, damaged, too large, or nothing that a model can read."""
+
+    def __init__(self, source: str, problem: str, remedy: str = _REMEDY) -> None:
+        super().__init__(None, f"image {source!r} {problem}", remedy)
+        self.source = source
+
+
+class RowImage:
+    """An image of a row. Nothing is read before it is asked for.
+
+    Args:
+        source: the file's path, or a name such as `image 0`.
+        data: the file, its content, or an image of Pillow.
+        max_pixels: the most pixels that are decoded.
+    """
+
+    def __init__(self, source: str, data: "Path | bytes | Image.Image", max_pixels: int) -> None:
+        self.source, self._data, self._max_pixels = source, data, max_pixels
+        self._size: tuple[int, int] | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of the upright image, read from the beginning of the file.
+
+        Raises:
+            UnusableImage: it is missing, no image, animated, or has too many pixels.
+        """
+        if self._size is None:
+            with self._opened() as image:
+                self._size = _upright_size(image)
+        return self._size
+
+    def content(self) -> bytes:
+        """The bytes that the image is told apart by: those of its file, or its pixels.
+
+        Raises:
+            UnusableImage: the file cannot be read, or is too large.
+        """
+        if isinstance(self._data, bytes):
+            return self._data
+        if isinstance(self._data, Path):
+            try:
+                with self._data.open("rb") as file:
+                    found = file.read(MAX_FILE_BYTES + 1)
+            except OSError as error:
+                raise UnusableImage(self.source, f"cannot be read ({error.strerror})") from error
+            if len(found) > MAX_FILE_BYTES:
+                raise UnusableImage(self.source, f"is a file of more than {MAX_FILE_BYTES >> 20} MiB")
+            return found
+        with self._decoding():
+            image = self._data
+            return f"{image.mode} {image.size} {image.getpalette()}".encode() + image.tobytes()
+
+    def pixels(self, content: bytes | None = None) -> "Image.Image":
+        """Decodes the image: upright, in mode RGB. Transparent parts are white, as in qwen_vl_utils and vLLM.
+
+        Args:
+            content: the file's content, if it has been read.
+
+        Raises:
+            UnusableImage: as `size`, or it is truncated or damaged.
+        """
+        with self._opened(content) as image, self._decoding():
+            upright = _UPRIGHT.get(_orientation(image))
+            image.load()
+            colours = _in_rgb(image)
+            found = colours.transpose(upright) if upright is not None else colours
+        if found.size != self.size:
+            raise UnusableImage(self.source, f"has {found.size} pixels, but its beginning says {self.size}")
+        return found
+
+    def check(self) -> None:
+        """Decodes the whole image, as coarsely as its format allows. Raises UnusableImage."""
+        with self._opened() as image, self._decoding():
+            if not isinstance(self._data, Image.Image):
+                image.draft("RGB", (1, 1))
+            image.load()
+
+    @contextmanager
+    def _opened(self, content: bytes | None = None) -> Iterator["Image.Image"]:
+        """Opens the image, and checks what its beginning says."""
+        if isinstance(self._data, Image.Image):
+            self._check_header(self._data)
+            yield self._data
+            return
+        data = content if content is not None else self._data
+        if isinstance(data, Path) and not data.is_file():
+            raise UnusableImage(self.source, "does not exist" if not data.exists() else "is not a file")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of much that is checked here, or harmless
+            try:
+                image = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS)
+            except UnidentifiedImageError as error:
+                known = ", ".join(FORMATS)
+                raise UnusableImage(self.source, f"is no image in a known format ({known}), or is damaged") from error
+            except DecompressionBombError as error:
+                raise UnusableImage(self.source, self._too_large("very many")) from error
+            except OSError as error:
+                raise UnusableImage(self.source, f"cannot be read ({error})") from error
+            with image:
+                self._check_header(image)
+                yield image
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        try:
+            yield
+        except UnusableImage:
+            raise
+        except Exception as error:  # Pillow's decoders raise what they meet: OSError, SyntaxError, struct.error, ...
+            raise UnusableImage(self.source, f"is truncated or damaged ({error or type(error).__name__})") from error
+
+    def _check_header(self, image: "Image.Image") -> None:
+        width, height = image.size
+        if width < 1 or height < 1:
+            raise UnusableImage(self.source, f"has {width} x {height} pixels")
+        if width * height > self._max_pixels:
+            raise UnusableImage(self.source, self._too_large(f"{width} x {height}"))
+        with self._decoding():
+            # A camera's file (MPO) may hold further views of the same picture.
+            frames = getattr(image, "n_frames", 1) if image.format != "MPO" else 1
+        if frames > 1:
+            remedy = "Extract the frames that count as images of their own, or set data.images.on_error to skip."
+            raise UnusableImage(self.source, f"has {frames} frames", remedy)
+
+    def _too_large(self, pixels: str) -> str:
+        return f"has {pixels} pixels, more than data.images.max_pixels_in_file {self._max_pixels}"
+
+
+class ImageFinder:
+    """Finds the images that the rows of one dataset name.
+
+    Args:
+        data_path: the file or folder of the dataset: relative paths start from there if the config names no folder.
+    """
+
+    def __init__(self, cfg: ImageDataConfig, data_path: str) -> None:
+        self._max_pixels = cfg.max_pixels_in_file
+        self._is_limited = bool(cfg.folders)
+        data = Path(data_path).expanduser()
+        own = data if data.is_dir() else data.parent
+        here = Path.cwd()
+        self._folders = [Path(os.path.normpath(here / Path(each).expanduser())) for each in cfg.folders or (own,)]
+
+    def find(self, value: Any, number: int) -> RowImage:
+        """Returns an image of a row.
+
+        Args:
+            value: a path, a `data:` URL, bytes, a dict of `bytes` and `path`, or an image of Pillow.
+            number: of the image in the row.
+
+        Raises:
+            UnusableImage: the value is no image, or names a file that must not be read.
+        """
+        name = f"image {number}"
+        if isinstance(value, Mapping):
+            if value.get("bytes") is not None:
+                return self.find(value["bytes"], number)
+            inner = next((value[key] for key in ("path", "url", "image") if value.get(key) is not None), None)
+            if inner is None:
+                raise UnusableImage(name, f"has neither bytes nor path, but {', '.join(value) or 'nothing'}")
+            return self.find(inner, number)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return RowImage(name, bytes(value), self._max_pixels)
+        if isinstance(value, Image.Image):
+            return RowImage(name, value, self._max_pixels)
+        if not isinstance(value, str):
+            raise UnusableImage(name, f"is {type(value).__name__}, expected {_KINDS}", "Write one of these.")
+        if value.startswith("data:"):
+            return RowImage(name, _from_data_url(value, name), self._max_pixels)
+        if value.startswith(("http://", "https://")):
+            remedy = "Lockstep downloads no images: save the file, and write its path."
+            raise UnusableImage(value, "is on the web", remedy)
+        path = self._path(value.removeprefix("file://"))
+        return RowImage(str(path), path, self._max_pixels)
+
+    def _path(self, text: str) -> Path:
+        if "\0" in text or not text:
+            raise UnusableImage(text, "is no path")
+        named = Path(text).expanduser() if not self._is_limited else Path(text)
+        candidates = [Path(os.path.normpath(folder / named)) for folder in self._folders]
+        if self._is_limited:
+            # Compared as text: a folder of images may contain links to other disks.
+            pairs = zip(candidates, self._folders, strict=True)
+            candidates = [path for path, folder in pairs if path.is_relative_to(folder)]
+            if not candidates:
+                folders = ":".join(map(str, self._folders))
+                remedy = f"Only files in data.images.folder ({folders}) are read."
+                raise UnusableImage(text, "is outside of the folders of images", remedy)
+        return next((path for path in candidates if path.is_file()), candidates[0])
+
+
+def row_values(value: Any) -> list[Any]:
+    """The images in a column: one, or a list, in which Arrow may have written nothing."""
+    if value is None or value == "":
+        return []
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview):
+        return [each for each in value if each is not None]
+    return [value]
+
+
+def _from_data_url(url: str, name: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise UnusableImage(name, f"is a URL that begins with {head[:40]!r}, expected data:image/...;base64,...")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UnusableImage(name, f"is a data: URL, but not in base64 ({error})") from error
+
+
+def _orientation(image: "Image.Image") -> int:
+    """The orientation in the beginning of the file; 1 if it has none there."""
+    if "exif" not in image.info or image.format == "TIFF":  # Pillow turns TIFF itself
+        return 1
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # noqa: BLE001 - damaged metadata of an image that may be good
+        return 1
+
+
+def _upright_size(image: "Image.Image") -> tuple[int, int]:
+    width, height = image.size
+    return (height, width) if _orientation(image) in (5, 6, 7, 8) else (width, height)
+
+
+def _in_rgb(image: "Image.Image") -> "Image.Image":
+    if image.mode.startswith("I") or image.mode == "F":
+        # Pillow cuts off larger values; 16 bits become 8.
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        seen = image.convert("RGBA")
+        white = Image.new("RGBA", seen.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, seen).convert("RGB")
+    return image.convert("RGB")
