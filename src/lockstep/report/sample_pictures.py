@@ -22,6 +22,8 @@ SMALLEST_SIDE = 160
 LARGEST_FILE = 64 << 20
 LARGEST_IMAGE = 64_000_000
 """Pixels of an image that is decoded."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+"""Formats that are opened: others start programs, such as EPS."""
 MOST_THUMBNAILS = 60
 MOST_IMAGES = 4
 """Images of one prompt that are shown."""
@@ -138,7 +140,7 @@ def make_thumbnail(path: Path) -> tuple[str, int, int]:
         raise ValueError(f"the file is larger than {LARGEST_FILE >> 20} MiB")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with PIL.Image.open(path) as image:
+        with PIL.Image.open(path, formats=FORMATS) as image:
             if image.width * image.height > LARGEST_IMAGE:
                 raise ValueError(f"it has {image.width} x {image.height} pixels")
             image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))

@@ -5,8 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.config.vision import ImageDataConfig
+from lockstep.data.images.image_source import ImageFinder, RowImage, row_values
 from lockstep.data.images.image_store import ImageStore, ImageUnavailable
-from lockstep.data.samples import PlacedImage, Prompt
+from lockstep.data.samples import Prompt
 from lockstep.rewards.reward_signatures import RewardFunction
 from lockstep.rewards.reward_values import BadReward
 from lockstep.rewards.scoring_messages import ScoringBatch
@@ -70,19 +72,18 @@ def _first_failing(batch: ScoringBatch, index: int, read: Any, store: ImageStore
 
 
 def _open_all(prompt: Prompt, _: None) -> list[Any]:
-    return [_open(image) for image in prompt.images]
+    return [_row_image(prompt, number).pixels() for number in range(len(prompt.images))]
 
 
-def _open(image: PlacedImage) -> Any:
-    """The image upright in RGB. Raises OSError or ValueError."""
-    import PIL.Image
-    import PIL.ImageOps
-
+def _row_image(prompt: Prompt, number: int) -> RowImage:
+    """An image of a prompt: its file, or what the row has under `images` or `image`. Raises UnusableImage."""
+    image = prompt.images[number]
     path = Path(image.source)
-    if not path.is_file():
-        raise ValueError(f"{image.source or 'it'} is no file: with `images: paths` the function gets no pixels")
-    with PIL.Image.open(path) as opened:
-        if opened.width * opened.height > 2 * max(1, image.size[0] * image.size[1]):
-            raise ValueError(f"{path} has {opened.width} x {opened.height} pixels, and had {image.size} before")
-        upright = PIL.ImageOps.exif_transpose(opened)
-        return upright.convert("RGB")
+    if path.is_file():
+        # It may have been replaced since the data was read, which had its own limit.
+        return RowImage(image.source, path, max(1, 2 * image.size[0] * image.size[1]))
+    for name in ("images", "image"):
+        values = row_values(prompt.columns.get(name))
+        if number < len(values) and not isinstance(values[number], str):
+            return ImageFinder(ImageDataConfig(), "").find(values[number], number)
+    return RowImage(image.source, path, 1)

@@ -74,11 +74,21 @@ def test_pil_images_are_the_functions_own(tmp_path: Path) -> None:
     assert score(tmp_path, "brightness", prompts, [["x", "y"], ["z"]], images="pil") == [1.0, 1.0, 0.2]
 
 
+def test_images_without_a_file_come_from_the_row(tmp_path: Path) -> None:
+    placed = image(tmp_path, grey=51)
+    content = Path(placed.source).read_bytes()
+    Path(placed.source).unlink()
+    placed.source = "image 0"
+    whole = row(0, 1, [placed])
+    whole.columns["images"] = [{"bytes": content, "path": None}]
+    assert score(tmp_path, "brightness", [whole], [["x"]], images="pil") == [0.2]
+
+
 def test_an_image_that_is_gone_is_named(tmp_path: Path) -> None:
     there, gone = image(tmp_path), image(tmp_path, "b.png")
     Path(gone.source).unlink()
     prompts = [row(0, 1, [there]), row(1, 1, [gone])]
-    with pytest.raises(BadReward, match=r"b\.png is no file") as caught:
+    with pytest.raises(BadReward, match=r"b\.png.* does not exist") as caught:
         score(tmp_path, "brightness", prompts, [["x", "y"], ["z"]], images="pil")
     assert caught.value.position == 2
 
@@ -86,7 +96,7 @@ def test_an_image_that_is_gone_is_named(tmp_path: Path) -> None:
 def test_an_image_that_became_another_is_named(tmp_path: Path) -> None:
     changed = image(tmp_path)
     PIL.Image.new("RGB", (500, 500)).save(changed.source)
-    with pytest.raises(BadReward, match="has 500 x 500 pixels, and had"):
+    with pytest.raises(BadReward, match="has 500 x 500 pixels, more than"):
         score(tmp_path, "brightness", [row(0, 1, [changed])], [["x"]], images="pil")
 
 

@@ -38,8 +38,8 @@ class IouReward(_AnswerTerm):
     """Match only boxes with the same `label`, not regarding upper and lower case."""
     coordinates: BoxCoordinates = "original"
     """What the completion's coordinates count: pixels of the image in the data (`original`), pixels of the image as the
-    model gets it (`resized`: Qwen2.5-VL), thousandths of width and height (`0-1000`: Qwen2-VL, Qwen3-VL, InternVL), or
-    fractions of them (`0-1`)."""
+    model gets it (`resized`: Qwen2.5-VL), or equal parts of width and height: thousandths (`0-1000`: Qwen2-VL,
+    Qwen3-VL, InternVL), N parts (`0-N`), fractions (`0-1`)."""
     answer_coordinates: BoxCoordinates = "original"
     """What the answer's coordinates count. Where it is the same as `coordinates`, no image is needed."""
     image: int = Field(0, ge=0)
