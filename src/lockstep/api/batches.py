@@ -120,7 +120,9 @@ def _make_terms(given: Sequence[Any]) -> tuple[list[reward_terms.RewardTerm], li
     terms = []
     for index, (config, name) in enumerate(zip(configs, reward_terms.term_names(configs), strict=True)):
         if index in functions and config.kind == "function":
-            bound = bind_reward_function(config.path, functions[index], config.signature, dict(config.arguments))
+            bound = bind_reward_function(
+                config.path, functions[index], config.signature, dict(config.arguments), config.images
+            )
             terms.append(reward_terms.function_term(name, bound))
         else:
             terms.append(reward_terms.build_term(config, name))

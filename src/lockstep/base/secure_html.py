@@ -9,7 +9,7 @@ _STYLE_ATTRIBUTE = re.compile(r' style="([^"]*)"')
 _POLICY = "default-src 'none'; style-src '{style}'; base-uri 'none'; form-action 'none'"
 
 
-def with_strict_policy(page: str) -> str:
+def with_strict_policy(page: str, pictures: bool = False) -> str:
     """The page with a policy that allows one style sheet, known by its digest, and forbids scripts, images, requests,
     forms and frames. Text of others that slips through the escaping of a page can then do nothing.
 
@@ -19,6 +19,7 @@ def with_strict_policy(page: str) -> str:
     Args:
         page: HTML whose texts are escaped with their double quotes, as Jinja's `autoescape` does. It has a head with
             `<meta charset="utf-8">`.
+        pictures: allow images that the page itself has, as `data:` addresses. They load nothing and run nothing.
     """
     sheets = list(dict.fromkeys(_STYLE_ELEMENT.findall(page)))
     numbers: dict[str, int] = {}
@@ -31,7 +32,7 @@ def with_strict_policy(page: str) -> str:
     sheets += [f'[data-style="{number}"] {{ {_unescaped(text)} }}' for text, number in numbers.items()]
     sheet = "\n".join(sheets)
     digest = base64.b64encode(hashlib.sha256(sheet.encode()).digest()).decode()
-    policy = _POLICY.format(style=f"sha256-{digest}")
+    policy = _POLICY.format(style=f"sha256-{digest}") + ("; img-src data:" if pictures else "")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{sheet}</style>'
     charset = '<meta charset="utf-8">'
     if charset not in page:

@@ -8,12 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.model import DType, ModelConfig
 from lockstep.config.section import Section
-
-
-class _RewardTerm(Section):
-    weight: float = 1.0
-    name: str | None = None
-    """Name in the metrics; the kind or the function's name when absent."""
+from lockstep.config.terms.answer_terms import AnswerTerm
+from lockstep.config.terms.reward_term import RewardTermSection
 
 
 def _valid_pattern(pattern: str | None) -> str | None:
@@ -25,7 +21,7 @@ def _valid_pattern(pattern: str | None) -> str | None:
     return pattern
 
 
-class ExactMatchReward(_RewardTerm):
+class ExactMatchReward(RewardTermSection):
     """1 if the (stripped) completion equals the answer."""
 
     kind: Literal["exact_match"] = "exact_match"
@@ -36,14 +32,14 @@ class ExactMatchReward(_RewardTerm):
     _pattern = field_validator("extract")(_valid_pattern)
 
 
-class MathReward(_RewardTerm):
+class MathReward(RewardTermSection):
     """1 if the last expression is mathematically equal to the answer (math-verify)."""
 
     kind: Literal["math"] = "math"
     numeric_tolerance: float | None = Field(None, ge=0)
 
 
-class RegexReward(_RewardTerm):
+class RegexReward(RewardTermSection):
     """1 if the pattern is found (`mode: search`) or matches everything (`mode: fullmatch`)."""
 
     kind: Literal["regex"] = "regex"
@@ -53,7 +49,7 @@ class RegexReward(_RewardTerm):
     _pattern = field_validator("pattern")(_valid_pattern)
 
 
-class LengthPenalty(_RewardTerm):
+class LengthPenalty(RewardTermSection):
     """Linear penalty between `soft` and `hard` tokens, from 0 to -1 (DAPO's soft overlong punishment)."""
 
     kind: Literal["length"] = "length"
@@ -67,18 +63,22 @@ class LengthPenalty(_RewardTerm):
         return self
 
 
-class FunctionReward(_RewardTerm):
-    """A user's function with the signature of TRL, verl (per sample or batch) or OpenRLHF."""
+class FunctionReward(RewardTermSection):
+    """A user's function with the signature of TRL, VLM-R1, verl (per sample or batch) or OpenRLHF."""
 
     kind: Literal["function"] = "function"
     path: str
     """`file.py:name` or `package.module:name`."""
-    signature: Literal["auto", "trl", "verl", "verl_batch", "openrlhf"] = "auto"
+    signature: Literal["auto", "trl", "vlm_r1", "verl", "verl_batch", "openrlhf"] = "auto"
+    """`auto` tells them apart by the parameters, but for `vlm_r1`, whose parameters are those of `trl`."""
     arguments: dict[str, Any] = {}
     """Extra keyword arguments."""
+    images: Literal["paths", "pil", "none"] = "paths"
+    """What the function gets of a prompt's images, per completion: `paths` gives `image_path` (a list of paths) and,
+    where the model's processor makes one, `image_grid_thw`; `pil` gives `images` (a list of PIL images) as well."""
 
 
-class JsonSchemaReward(_RewardTerm):
+class JsonSchemaReward(RewardTermSection):
     """1 if the completion is JSON that matches a schema (JSON Schema; the draft of its `$schema`, else 2020-12)."""
 
     kind: Literal["json_schema"] = "json_schema"
@@ -118,7 +118,7 @@ def check_schema(schema: Any) -> None:
 _VARIABLE_PATTERN = r"^[A-Z_][A-Z0-9_]*$"
 
 
-class _RemoteTerm(_RewardTerm):
+class _RemoteTerm(RewardTermSection):
     """The fields of terms that send requests to a server."""
 
     timeout_s: float = Field(60.0, gt=0)
@@ -342,17 +342,17 @@ class ModelReward(_RemoteTerm):
 
 _SERVED_FIELDS = {"ranks", "threads", "dtype", "packing", "token_budget", "max_length", "overlong"}
 _REMOTE_FIELDS = {*_RemoteTerm.model_fields, "served_model_name", "batch_size", "api_key_env"} - {
-    *_RewardTerm.model_fields
+    *RewardTermSection.model_fields
 }
 
 
-class EnvironmentReward(_RewardTerm):
+class EnvironmentReward(RewardTermSection):
     """The sum of the rewards that the environment gave for the turns of the conversation (`rollout.environment`)."""
 
     kind: Literal["environment"] = "environment"
 
 
-class TaskReward(_RewardTerm):
+class TaskReward(RewardTermSection):
     """The score of a procedural task (`data.kind: reasoning_gym`): 1 for a right answer, less for others."""
 
     kind: Literal["task"] = "task"
@@ -373,7 +373,8 @@ RewardTerm = Annotated[
     | JudgeReward
     | ModelReward
     | EnvironmentReward
-    | TaskReward,
+    | TaskReward
+    | AnswerTerm,
     Field(discriminator="kind"),
 ]
 

@@ -1,15 +1,16 @@
 """Images: how the model gets them, which of its parts learn from them, and where the data has them."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lockstep.config.section import Section
 
-BoxCoordinates = Literal["original", "resized", "0-1000", "0-1"]
-"""What the coordinates of a box count: pixels of the image in the data, as annotations do (VLM-R1 compares InternVL's
-boxes so); pixels of the image as the model gets it (VLM-R1's convention for Qwen2.5-VL, whose boxes it scales back to
-the original size); thousandths of width and height (Qwen2-VL, Qwen3-VL, InternVL's own convention); or fractions."""
+BoxCoordinates = Annotated[str, Field(pattern=r"^(original|resized|0-[1-9]\d{0,5})$")]
+"""What the coordinates of a box count: pixels of the image in the data, as annotations do (`original`; VLM-R1 compares
+InternVL's boxes so); pixels of the image as the model gets it (`resized`; VLM-R1's convention for Qwen2.5-VL, whose
+boxes it scales back to the original size); or equal parts of width and height: thousandths (`0-1000`: Qwen2-VL,
+Qwen3-VL, InternVL's own convention), 1024 of them (`0-1024`: PaliGemma), or the whole (`0-1`: fractions)."""
 
 
 class VisionPartConfig(Section):

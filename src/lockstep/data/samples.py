@@ -40,8 +40,12 @@ class PlacedImage:
         """The image as JSON values; consecutive places as `[first, count]`."""
         breaks = np.flatnonzero(np.diff(self.places) != 1) + 1
         runs = [[int(run[0]), int(run.size)] for run in np.split(self.places, breaks) if run.size]
+        return {**self.description(), "places": runs}
+
+    def description(self) -> dict[str, Any]:
+        """The image as JSON values, without its places."""
         about = {"source": self.source, "size": list(self.size), "resized": list(self.resized)}
-        return {"digest": self.digest, "places": runs, **about}
+        return {"digest": self.digest, **about}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "PlacedImage":

@@ -112,6 +112,8 @@ class CompletionSample:
     """All turns after the prompt; None without an environment."""
     number: int = 0
     """The completion's number in its group, from 0."""
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """The prompt's images, each with `source`, `digest`, `size` and `resized` (width and height)."""
 
 
 @dataclass(frozen=True, slots=True)

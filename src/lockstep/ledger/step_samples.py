@@ -109,6 +109,7 @@ def _sample(group: Group, number: int) -> CompletionSample:
         finish=completion.finish,
         messages=None if completion.episode is None else completion.episode.messages,
         number=number,
+        images=[image.description() for image in group.prompt.images],
     )
 
 

@@ -44,6 +44,8 @@ def sample_record(sample: CompletionSample) -> dict[str, Any]:
         "finish": sample.finish,
         "answer": sample.answer,
     }
+    if sample.images:
+        record["images"] = sample.images
     return record if sample.messages is None else {**record, "messages": sample.messages}
 
 

@@ -36,6 +36,7 @@ from lockstep.report.run_summary import (
     stage_seconds,
     total_tokens,
 )
+from lockstep.report.sample_pictures import PictureBook
 
 PROGRESS_CHART = Chart("Steps done", ("steps",), "over the time the run was up", wide=True, clock=True)
 
@@ -201,6 +202,7 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
     incidents = incidents_of(ledger.events())
     timeline = IncidentTimeline(ledger, incidents)
     marks = timeline.over_steps()
+    pictures = PictureBook(config)
     page = _jinja_environment().get_template("report.html.j2").render(
         name=config.get("name", ledger.folder.name),
         recipe=str(config.get("recipe", "")).upper().replace("_", " "),
@@ -218,6 +220,7 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
         evaluations=_sampled_steps(evaluations),
         pairs=_pairs(evaluations),
         samples=_samples_of_steps(ledger),
+        pictures=pictures,
         config=yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True),
         events=[(_local_time(event.at), event.kind, _join_fields(event.fields)) for event in ledger.events()],
         parent=parent_of(ledger),
@@ -225,7 +228,7 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
         written=_local_time(time.time()),
         folder=str(ledger.folder),
     )  # fmt: skip
-    return with_strict_policy(page)
+    return with_strict_policy(page, pictures=bool(pictures.thumbnails))
 
 
 def metric_curves(rows: list[MetricsRow], evaluations: list[EvaluationRow]) -> dict[str, list[tuple[float, float]]]:

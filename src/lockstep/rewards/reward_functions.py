@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import inspect
+import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,14 @@ from typing import Any
 from lockstep.base.wait_state import track_wait
 from lockstep.cluster.user_code import user_traceback
 from lockstep.data.samples import Prompt
-from lockstep.rewards.reward_signatures import ANSWER_NAMES, PROVIDED_PARAMETERS, RewardFunction, missing_column
+from lockstep.rewards.image_arguments import image_columns
+from lockstep.rewards.reward_signatures import (
+    ANSWER_NAMES,
+    IMAGE_PARAMETERS,
+    PROVIDED_PARAMETERS,
+    RewardFunction,
+    missing_column,
+)
 from lockstep.rewards.reward_values import (
     BadReward,
     check_extra,
@@ -35,6 +43,50 @@ def call_trl(function: RewardFunction, batch: ScoringBatch, advance: ReportScore
     completion, messages if the prompt is a conversation. The function may return None where it does not apply.
     `trainer_state.global_step` is the number of steps done. Numbers passed to `log_extra` and `log_metric` go to the
     breakdown."""
+    return _call_trl(function, batch, advance, {})
+
+
+def call_vlm_r1(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
+    """Calls a function like VLM-R1's `VLMGRPOTrainer`, which is TRL's, with the columns that its `grpo_jsonl.py` makes
+    of a row: `completions[i][0]["content"]` is the completion, whatever the prompt is; `solution` is the answer in
+    `<answer>` tags; `problem` is the question; `accu_reward_method` is `default` unless the row has one."""
+    pairs = list(batch.pairs())
+    solutions = [None if prompt.answer is None else _tagged(prompt.answer) for prompt, _ in pairs]
+    columns: dict[str, list[Any]] = {
+        "completions": [_sample_messages(sample) for _, sample in pairs],
+        "problem": [prompt.columns.get("problem") or _question(prompt) for prompt, _ in pairs],
+        "accu_reward_method": [prompt.columns.get("accu_reward_method") or "default" for prompt, _ in pairs],
+    }
+    if any(solution is not None for solution in solutions):
+        columns["solution"] = solutions
+    return _call_trl(function, batch, advance, columns)
+
+
+def _tagged(answer: Any) -> str:
+    """An answer as VLM-R1 writes it: without the tags that it may have, and then in tags."""
+    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    return f"<answer> {text.replace('<answer>', '').replace('</answer>', '').strip()} </answer>"
+
+
+def _question(prompt: Prompt) -> str:
+    """The text of the prompt's last message of the user, without its images; the prompt itself if it is text."""
+    asked = [each for each in prompt.messages or () if each.get("role") == "user"]
+    if not asked:
+        return prompt.text
+    content = asked[-1].get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+    return str(content or "").replace("<image>", "")
+
+
+def _call_trl(
+    function: RewardFunction, batch: ScoringBatch, advance: ReportScored, columns: Mapping[str, list[Any]]
+) -> TermScores:
+    """Calls a function with TRL's arguments.
+
+    Args:
+        columns: columns that take the place of the data's.
+    """
     logged: dict[str, list[float | None]] = {}
 
     def log(name: str, value: object) -> None:
@@ -43,7 +95,8 @@ def call_trl(function: RewardFunction, batch: ScoringBatch, advance: ReportScore
             logged[name] = column
 
     offered: dict[str, Any] = {
-        **conversation_batch(batch),
+        **_with_images(function, batch, conversation_batch(batch)),
+        **columns,
         "completion_ids": [sample.tokens.tolist() for sample in batch.samples],
         "trainer_state": SimpleNamespace(global_step=batch.step),
         "log_extra": log,
@@ -53,6 +106,13 @@ def call_trl(function: RewardFunction, batch: ScoringBatch, advance: ReportScore
     values = check_rewards(result, len(batch), none_allowed=True)
     advance(len(batch))
     return TermScores(values, logged)
+
+
+def _with_images(function: RewardFunction, batch: ScoringBatch, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns with those of the prompts' images: PIL images in place of what the data has, paths if it has none."""
+    found = image_columns(function, batch)
+    pixels = {name: column for name, column in found.items() if name in ("image", "images")}
+    return {**found, **columns, **pixels}
 
 
 def _sample_messages(sample: RewardSample) -> list[dict[str, Any]]:
@@ -69,7 +129,7 @@ def call_openrlhf(function: RewardFunction, batch: ScoringBatch, advance: Report
     offered = {"queries": queries, "prompts": prompts, "labels": labels}
     if function.takes("queries"):
         # Such functions do not expect the data's columns in `**kwargs`, so only named parameters get them.
-        named = {"references": labels, **_batch_columns(batch)}
+        named = {"references": labels, **_with_images(function, batch, _batch_columns(batch))}
         offered |= {name: value for name, value in named.items() if name in function.parameters}
         result = _invoke(function, _select_arguments(function, offered, batch))
     else:
@@ -90,7 +150,11 @@ def call_openrlhf(function: RewardFunction, batch: ScoringBatch, advance: Report
 def call_verl(function: RewardFunction, batch: ScoringBatch, advance: ReportScored) -> TermScores:
     """Calls a function like verl's `compute_score`, once per sample; async functions run concurrently. If it returns a
     dict, `score` is the reward, and other numbers go to the breakdown."""
-    arguments_of = [_verl_arguments(function, batch, position) for position in range(len(batch))]
+    images = image_columns(function, batch)
+    arguments_of = [
+        _verl_arguments(function, batch, position, {name: column[position] for name, column in images.items()})
+        for position in range(len(batch))
+    ]
     if inspect.iscoroutinefunction(function.call):
         results = _run_coroutine(function, _run_concurrently(function, arguments_of, advance))
     else:
@@ -129,7 +193,8 @@ def call_verl_batch(function: RewardFunction, batch: ScoringBatch, advance: Repo
         # Copies, because a function may change them.
         "extra_infos": [copy.deepcopy(prompt.columns.get("extra_info")) for prompt, _ in pairs],
     }
-    columns = {name: values for name, values in _batch_columns(batch).items() if name in function.parameters}
+    columns = _with_images(function, batch, _batch_columns(batch))
+    columns = {name: values for name, values in columns.items() if name in function.parameters}
     result = _invoke(function, _select_arguments(function, columns | offered, batch))
     items = one_per_sample(result, len(batch))
     advance(len(batch))
@@ -138,6 +203,7 @@ def call_verl_batch(function: RewardFunction, batch: ScoringBatch, advance: Repo
 
 CALL_ADAPTERS: Mapping[FunctionSignature, CallAdapter] = {
     "trl": call_trl,
+    "vlm_r1": call_vlm_r1,
     "verl": call_verl,
     "verl_batch": call_verl_batch,
     "openrlhf": call_openrlhf,
@@ -166,9 +232,11 @@ def query_batch(batch: ScoringBatch) -> dict[str, list[Any]]:
     }
 
 
-def _verl_arguments(function: RewardFunction, batch: ScoringBatch, position: int) -> dict[str, Any]:
+def _verl_arguments(
+    function: RewardFunction, batch: ScoringBatch, position: int, images: dict[str, Any]
+) -> dict[str, Any]:
     prompt, sample = batch.prompts[batch.samples[position].prompt], batch.samples[position]
-    offered: dict[str, Any] = {"solution_str": sample.text, "extra_info": prompt.columns.get("extra_info")}
+    offered: dict[str, Any] = {"solution_str": sample.text, "extra_info": prompt.columns.get("extra_info"), **images}
     # A copy, because a function may change its extra_info.
     offered["extra_info"] = copy.deepcopy(offered["extra_info"])
     truth = ground_truth(prompt)
@@ -191,7 +259,7 @@ def _select_arguments(function: RewardFunction, offered: Mapping[str, Any], batc
     chosen = {name: value for name, value in offered.items() if function.takes(name)} | function.arguments
     provided = PROVIDED_PARAMETERS[function.signature]
     for name in function.requires():
-        if name in provided:
+        if name in provided or name in (IMAGE_PARAMETERS[function.images] & offered.keys()):
             continue
         for position, (prompt, _) in enumerate(batch.pairs()):
             if name not in prompt.columns and not (name in ANSWER_NAMES and prompt.answer is not None):

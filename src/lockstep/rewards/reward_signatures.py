@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lockstep.cluster.user_code import UserCodeError, check_source, load_object, split_path, suggest_name
 from lockstep.config.reward import FunctionReward
+from lockstep.data.images.image_store import ImageStore
 from lockstep.rewards.scoring_messages import DataColumns, FunctionSignature
 
 DISTINCTIVE_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
@@ -18,26 +19,35 @@ DISTINCTIVE_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
     "verl_batch": frozenset({"solution_strs"}),
     "openrlhf": frozenset({"queries"}),
 }
-"""The parameters that only this signature has."""
+"""The parameters that only this signature has. VLM-R1's functions look like TRL's: only the config tells."""
 SIGNATURE_FORMS: Mapping[FunctionSignature, str] = {
     "trl": "f(prompts, completions, **columns) -> list[float | None]",
+    "vlm_r1": "f(completions, solution, **columns) -> list[float | None]",
     "verl": "f(data_source, solution_str, ground_truth, extra_info=None) -> float | dict",
     "verl_batch": "f(data_sources, solution_strs, ground_truths, extra_infos) -> list[float | dict]",
     "openrlhf": "f(queries, prompts, labels, **kwargs) -> dict | tensor | list",
 }
+_TRL_PARAMETERS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 PROVIDED_PARAMETERS: Mapping[FunctionSignature, frozenset[str]] = {
-    "trl": frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}),
+    "trl": _TRL_PARAMETERS,
+    "vlm_r1": _TRL_PARAMETERS | {"problem", "accu_reward_method"},
     "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
     "verl_batch": frozenset({"data_sources", "solution_strs", "ground_truths", "extra_infos"}),
     "openrlhf": frozenset({"queries", "prompts", "labels", "references"}),
 }
 """Arguments that each signature provides in addition to the data's columns."""
 
-
+ImageForm = Literal["paths", "pil", "none"]
 _DATA_PARAMETERS = frozenset(
     {"data_source", "extra_info", "labels", "ground_truth", "data_sources", "extra_infos", "ground_truths"}
 )
 """Arguments that come from the data's columns, and may be configured instead."""
+IMAGE_PARAMETERS: Mapping[str, frozenset[str]] = {
+    "paths": frozenset({"image_path", "image_grid_thw"}),
+    "pil": frozenset({"image_path", "image_grid_thw", "images"}),
+    "none": frozenset(),
+}
+"""Arguments that come from a prompt's images, by the term's `images`."""
 ANSWER_NAMES = ("answer", "solution", "ground_truth", "label")
 """Names under which functions expect the ground truth; provided if no column has the name."""
 
@@ -60,6 +70,10 @@ class RewardFunction:
     has_kwargs: bool
     arguments: dict[str, Any] = field(default_factory=dict)
     """The configured arguments."""
+    images: ImageForm = "paths"
+    """What it gets of the prompts' images."""
+    store: ImageStore | None = None
+    """The run's prepared images; None if there are none."""
 
     def takes(self, name: str) -> bool:
         return self.has_kwargs or name in self.parameters
@@ -75,10 +89,11 @@ def load_reward_function(
     signature: Literal["auto"] | FunctionSignature = "auto",
     arguments: dict[str, Any] | None = None,
     base: Path = Path(),
+    images: ImageForm = "paths",
 ) -> RewardFunction:
     """Loads the function at `file.py:name` (relative to `base`) or `package.module:name`. Raises
     RewardFunctionError."""
-    return bind_reward_function(path, load_object(path, base, RewardFunctionError), signature, arguments)
+    return bind_reward_function(path, load_object(path, base, RewardFunctionError), signature, arguments, images)
 
 
 def bind_reward_function(
@@ -86,6 +101,7 @@ def bind_reward_function(
     loaded: Any,
     signature: Literal["auto"] | FunctionSignature = "auto",
     arguments: dict[str, Any] | None = None,
+    images: ImageForm = "paths",
 ) -> RewardFunction:
     """Finds out how to call a function. Raises RewardFunctionError if it fits no signature.
 
@@ -95,7 +111,7 @@ def bind_reward_function(
     function = _check_callable(path, loaded)
     parameters, has_kwargs = _parameters(path, function)
     detected = detect_signature(path, parameters) if signature == "auto" else signature
-    bound = RewardFunction(path, function, detected, parameters, has_kwargs, dict(arguments or {}))
+    bound = RewardFunction(path, function, detected, parameters, has_kwargs, dict(arguments or {}), images)
     _check_function(bound)
     return bound
 
@@ -110,7 +126,9 @@ def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> 
         problem = f"its parameters ({listed}) fit the signatures of {' and '.join(matches)}"
     else:
         problem = f"its parameters ({listed}) fit none of the known signatures: " + "  ".join(SIGNATURE_FORMS.values())
-    raise RewardFunctionError(path, problem, "set `signature: trl`, `verl`, `verl_batch` or `openrlhf` on the term")
+    raise RewardFunctionError(
+        path, problem, "set `signature: trl`, `vlm_r1`, `verl`, `verl_batch` or `openrlhf` on the term"
+    )
 
 
 def _check_callable(path: str, loaded: Any) -> Callable[..., Any]:
@@ -176,7 +194,9 @@ def parse_reward_function(term: FunctionReward, base: Path = Path()) -> RewardFu
         return None
     parameters, has_kwargs = _parsed_parameters(found.args)
     signature = detect_signature(term.path, parameters) if term.signature == "auto" else term.signature
-    function = RewardFunction(term.path, _not_loaded, signature, parameters, has_kwargs, dict(term.arguments))
+    function = RewardFunction(
+        term.path, _not_loaded, signature, parameters, has_kwargs, dict(term.arguments), term.images
+    )
     _check_function(function)
     return function
 
@@ -218,7 +238,7 @@ def check_columns(function: RewardFunction, data: Collection[DataColumns]) -> No
         return  # called by position
     for each in data:
         for name in function.requires():
-            if not _provides(function.signature, name, each):
+            if name not in IMAGE_PARAMETERS[function.images] and not _provides(function.signature, name, each):
                 available = [*each.names, *(["the answer"] if each.has_answer else [])]
                 problem, remedy = missing_column(name, available, each.path)
                 raise RewardFunctionError(function.path, problem, remedy)
@@ -233,7 +253,7 @@ def _provides(signature: FunctionSignature, name: str, data: DataColumns) -> boo
         return signature == "verl_batch" or "data_source" in data.names
     if name in PROVIDED_PARAMETERS[signature]:
         return True
-    return signature in ("trl", "openrlhf") and name in ANSWER_NAMES and data.has_answer
+    return signature in ("trl", "vlm_r1", "openrlhf") and name in ANSWER_NAMES and data.has_answer
 
 
 def missing_column(name: str, available: Collection[str], where: str) -> tuple[str, str]:

@@ -6,15 +6,19 @@ The module also has the controller's checks of terms, which run no user code: on
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.config import reward as config
+from lockstep.config.terms import answer_terms
+from lockstep.config.terms.answer_terms import AnswerTerm
+from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import Prompt
 from lockstep.rewards import reward_functions, verifiers
+from lockstep.rewards.answer_verifiers import box_iou, count_reward, format_reward, text_reward
 from lockstep.rewards.reward_functions import ReportScored, ground_truth
 from lockstep.rewards.reward_signatures import (
     RewardFunction,
@@ -70,12 +74,20 @@ def build_term(
     base: Path = Path(),
     concurrency: int = 1,
     data: Collection[DataColumns] = (),
+    images: Path | None = None,
 ) -> RewardTerm:
-    """Makes a term. Raises TermError or RewardFunctionError if it cannot be used, or not with one of the datasets."""
+    """Makes a term. Raises TermError or RewardFunctionError if it cannot be used, or not with one of the datasets.
+
+    Args:
+        base: the folder that paths of functions are relative to.
+        concurrency: how many requests at once the term may send.
+        data: the datasets whose prompts are scored.
+        images: the folder of the run's `ImageStore`, if its prompts have images.
+    """
     if isinstance(term, config.FunctionReward):
-        function = load_reward_function(term.path, term.signature, dict(term.arguments), base)
+        function = load_reward_function(term.path, term.signature, dict(term.arguments), base, term.images)
         check_columns(function, data)
-        return function_term(name, function)
+        return function_term(name, replace(function, store=None if images is None else ImageStore(images)))
     if isinstance(term, config.ModelReward) and term.url is None:
         return RewardTerm(name, term.kind, None, False, partial(_refuse_served, name))
     if isinstance(term, config.HttpReward | config.JudgeReward | config.ModelReward):
@@ -139,6 +151,7 @@ LocalTermConfig = (
     | config.JsonSchemaReward
     | config.EnvironmentReward
     | config.TaskReward
+    | AnswerTerm
 )
 """Terms that verify one sample after the other, without user code or a server."""
 
@@ -159,6 +172,14 @@ def _make_verifier(term: LocalTermConfig, base: Path) -> Verifier:
             return lambda prompt, sample: _environment_reward(sample)
         case config.TaskReward(extract=extract):
             return lambda prompt, sample: _task_reward(prompt, sample.text, extract)
+        case answer_terms.IouReward():
+            return lambda prompt, sample: box_iou(sample.text, _answer(prompt), term, prompt.images)
+        case answer_terms.CountReward():
+            return lambda prompt, sample: count_reward(sample.text, _answer(prompt), term)
+        case answer_terms.TextAnswerReward():
+            return lambda prompt, sample: text_reward(sample.text, _answer(prompt), term)
+        case answer_terms.AnswerFormatReward():
+            return lambda prompt, sample: format_reward(sample.text, term)
 
 
 def _environment_reward(sample: RewardSample) -> float:
@@ -253,4 +274,11 @@ def data_columns(path: str, names: Collection[str], example: Prompt) -> DataColu
 
 def needs_answers(terms: Sequence[config.RewardTerm]) -> bool:
     """Whether a term needs an answer for every prompt."""
-    return any(isinstance(term, config.ExactMatchReward | config.MathReward) for term in terms)
+    comparing = (
+        config.ExactMatchReward,
+        config.MathReward,
+        answer_terms.IouReward,
+        answer_terms.CountReward,
+        answer_terms.TextAnswerReward,
+    )
+    return any(isinstance(term, comparing) for term in terms)

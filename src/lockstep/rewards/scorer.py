@@ -46,9 +46,16 @@ class Scorer:
     """One scorer process at a time. The next call replaces a lost one."""
 
     def __init__(
-        self, cluster: Cluster, cfg: RewardConfig, base: Path, rank: int, data: Sequence[DataColumns] = ()
+        self,
+        cluster: Cluster,
+        cfg: RewardConfig,
+        base: Path,
+        rank: int,
+        data: Sequence[DataColumns] = (),
+        images: Path | None = None,
     ) -> None:
         self.cluster, self.cfg, self.base, self.rank, self.data = cluster, cfg, base, rank, data
+        self.images = images
         self.name = f"scorer-{rank}"
         self._worker: Worker | None = None
         self._latest: str | None = None
@@ -73,6 +80,7 @@ class Scorer:
                 "timeout_s": self.cfg.timeout_s,
                 "share": (self.rank, self.cfg.workers),
                 "data": [asdict(each) for each in self.data],
+                "images": None if self.images is None else str(self.images),
             },
             # One thread each, because many scorers run at the same time. Few malloc arenas, because arenas reserve
             # address space, which `memory_mb` limits.

@@ -152,6 +152,7 @@ class ScorerPool:
         data: the datasets whose prompts are scored; functions that require other columns are refused.
         note: records lost processes in the run's history.
         served: the terms that reward models in the run's ranks compute, by their index.
+        images: the folder of the run's `ImageStore`, if its prompts have images.
     """
 
     def __init__(
@@ -162,13 +163,14 @@ class ScorerPool:
         data: Sequence[DataColumns] = (),
         note: NoteRecovery = note_nothing,
         served: Mapping[int, ServedModelTerm] | None = None,
+        images: Path | None = None,
     ) -> None:
         self.cluster, self.cfg, self.base = cluster, cfg, (base or Path()).resolve()
         self._note, self._served = note, served or {}
         self.terms = [
             TermInfo(name, each.kind, None, False) for name, each in zip(term_names(cfg.terms), cfg.terms, strict=True)
         ]
-        self._scorers = [Scorer(cluster, cfg, self.base, rank, data) for rank in range(cfg.scorers)]
+        self._scorers = [Scorer(cluster, cfg, self.base, rank, data, images) for rank in range(cfg.scorers)]
 
     def start(self) -> list[TermInfo]:
         """Starts the processes and loads the terms, so that unusable functions fail before the first rollout. Raises

@@ -46,18 +46,21 @@ class ScorerService:
         timeout_s: float,
         share: tuple[int, int] = (0, 1),
         data: Sequence[dict[str, Any]] = (),
+        images: str | None = None,
     ) -> None:
         """
         Args:
             base: the folder that paths in the config are relative to.
             share: the index of this scorer and the number of scorers, which share a term's concurrent requests.
             data: the fields of `DataColumns` of each dataset whose prompts are scored.
+            images: the folder of the run's `ImageStore`, if its prompts have images.
         """
         adapter: TypeAdapter[tuple[config.RewardTerm, ...]] = TypeAdapter(tuple[config.RewardTerm, ...])
         self._configs = adapter.validate_python(terms)
         self._base, self._memory_mb, self._timeout_s = Path(base), memory_mb, timeout_s
         self._rank, self._scorers = share
         self._data = [DataColumns(**each) for each in data]
+        self._images = None if images is None else Path(images)
         self._terms: list[RewardTerm] = []
         self._prepared: PreparedTerms | None = None
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -72,7 +75,8 @@ class ScorerService:
         for term, name in zip(self._configs, term_names(self._configs), strict=True):
             current_beacon().stage(f"loading {name}")
             try:
-                self._terms.append(build_term(term, name, self._base, self._concurrent_requests(term), self._data))
+                requests = self._concurrent_requests(term)
+                self._terms.append(build_term(term, name, self._base, requests, self._data, self._images))
             except UserCodeError as error:
                 problem = f"{error.problem}; {error.remedy}" if error.remedy else error.problem
                 return PreparedTerms(function=error.path, failure=TermFailure(problem, traceback=error.traceback))

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.cluster.user_code import UserCodeError
 from lockstep.data.samples import Episode, Prompt
 
-FunctionSignature = Literal["trl", "verl", "verl_batch", "openrlhf"]
+FunctionSignature = Literal["trl", "vlm_r1", "verl", "verl_batch", "openrlhf"]
 
 
 @dataclass(slots=True)

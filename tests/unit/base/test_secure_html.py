@@ -26,6 +26,11 @@ def test_styles_become_one_sheet_with_a_digest() -> None:
     assert "style=&#34;y&#34;" in made
 
 
+def test_only_pictures_of_the_page_itself_are_allowed() -> None:
+    assert "img-src" not in with_strict_policy(PAGE)
+    assert "form-action 'none'; img-src data:\"" in with_strict_policy(PAGE, pictures=True)
+
+
 @pytest.mark.parametrize("value", ["a } body { b", "&lt;/style>", "x </style>"])
 def test_a_style_that_would_leave_the_sheet_is_refused(value: str) -> None:
     if "&lt;" in value:

@@ -10,7 +10,7 @@ from lockstep.ledger import CompletionSample, Ledger
 from lockstep.report.charts import Chart, draw_chart, smoothed, thinned
 from lockstep.report.html_report import metric_curves, render_html, write_report
 
-VOID = {"meta", "link", "br", "img", "path", "use", "rect"}
+VOID = {"meta", "link", "br", "img", "path", "use", "rect", "image"}
 
 
 class Page(HTMLParser):

@@ -1,5 +1,7 @@
 """Boxes and points in images, and the coordinates that models and annotations write them in."""
 
+import re
+
 import numpy as np
 import numpy.typing as npt
 
@@ -40,15 +42,15 @@ def rescale_boxes(
 
 def _extent(coordinates: BoxCoordinates, size: tuple[int, int], resized: tuple[int, int] | None) -> np.ndarray:
     """The x of the right edge and the y of the lower edge: float64 `[2]`."""
-    extents: dict[BoxCoordinates, tuple[float, float] | None] = {
-        "original": size,
-        "resized": resized,
-        "0-1000": (1000.0, 1000.0),
-        "0-1": (1.0, 1.0),
-    }
-    if coordinates not in extents:
-        raise ValueError(f"coordinates of boxes are {coordinates!r}, expected one of {', '.join(extents)}")
-    extent = extents[coordinates]
+    known: dict[str, tuple[float, float] | None] = {"original": size, "resized": resized}
+    parts = re.fullmatch(r"0-([1-9]\d{0,5})", coordinates)
+    if parts is not None:
+        known[coordinates] = float(parts[1]), float(parts[1])
+    if coordinates not in known:
+        raise ValueError(
+            f"coordinates of boxes are {coordinates!r}, expected one of original, resized, 0-1000, 0-1, 0-N"
+        )
+    extent = known[coordinates]
     if extent is None or min(extent) <= 0:
         raise ValueError(f"boxes have {coordinates} coordinates, but the {coordinates} size is {extent}")
     return np.asarray(extent, np.float64)

@@ -6,6 +6,7 @@ pixels. Samples, the ledger and messages carry only digests.
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +78,11 @@ class ImageStore:
         unfinished.write_bytes(save(arrays, {"image": json.dumps(about)}))
         unfinished.replace(path)
 
-    def get(self, digest: str) -> PreparedImage:
+    def get(self, digest: str, only: Collection[str] | None = None) -> PreparedImage:
         """Reads an image.
+
+        Args:
+            only: the inputs to read, of those that it has; all when absent.
 
         Raises:
             ImageUnavailable: it is not there, or its file is damaged.
@@ -87,7 +91,7 @@ class ImageStore:
         try:
             with safe_open(path, framework="numpy") as file:
                 about = json.loads(file.metadata()["image"])
-                names = file.keys()
+                names = [name for name in file.keys() if only is None or name in only]  # noqa: SIM118 - it is no dict
                 inputs = {name: file.get_tensor(name) for name in names}
         except FileNotFoundError:
             raise ImageUnavailable(digest, path, "does not exist") from None

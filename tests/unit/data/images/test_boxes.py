@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.images.boxes import rescale_boxes
 
-KINDS = ("original", "resized", "0-1000", "0-1")
+KINDS = ("original", "resized", "0-1000", "0-1", "0-1024", "0-8")
 SIDES = st.integers(1, 5000)
 SIZES = st.tuples(SIDES, SIDES)
 

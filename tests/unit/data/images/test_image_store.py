@@ -29,6 +29,13 @@ def test_an_image_is_read_as_it_was_put(tmp_path: Path) -> None:
         assert np.array_equal(found.inputs[name], values)
 
 
+def test_one_input_is_read_alone(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    store.put(prepared())
+    assert store.get(DIGEST, only=("image_grid_thw", "tiles")).inputs.keys() == {"image_grid_thw"}
+    assert store.get(DIGEST, only=()).inputs == {}
+
+
 def test_an_image_is_written_once(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
     store.put(prepared())

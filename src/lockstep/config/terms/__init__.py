@@ -1,0 +1,1 @@
+"""The reward terms that need no user code, by what they judge."""
