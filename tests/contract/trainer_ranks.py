@@ -70,11 +70,14 @@ def make_models(folder: Path) -> None:
 def config(
     folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any
 ) -> SFTConfig | GRPOConfig:
-    kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload, deepspeed-1-overlap
+    kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload, deepspeed-3-hpz
     chosen: dict[str, Any] = {"kind": kind}
     if rest:
         zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if "offload" in rest else "auto"}}
         zero |= {"overlap_comm": True} if "overlap" in rest else {}
+        if "hpz" in rest:  # small parameters too are gathered for each pass
+            zero |= {"zero_hpz_partition_size": 2, "param_persistence_threshold": 0}
+            chosen["ranks"] = 2
         chosen["deepspeed"] = {"zero_optimization": zero}
     common: dict[str, Any] = {
         "name": "contract",

@@ -183,6 +183,7 @@ class PartitionedParameters(_FlatState):
     def set_weights(self) -> None:
         zero = self._zero
         zero._partition_all_parameters()
+        zero.invalidate_secondary_tensor()  # a second copy has the weights of before
         for group in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(group)
         if zero.persistent_parameters:

@@ -76,6 +76,15 @@ def test_the_states_are_those_of_deepspeeds_estimates(ranks: int) -> None:
         assert states(3, ranks, optimizer=offload, parameters=parameters) == expected
 
 
+def test_a_second_copy_has_all_parameters_on_its_ranks() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    assert memory("float32", 8, zero_optimization=zero)["second copy"] == 4 * SIZE // 2
+    adapter = AdapterFacts(parameters=40, trained_blocks=2, first_trained_layer=0, saved=60)
+    assert memory("float32", 8, adapter=adapter, zero_optimization=zero)["second copy"] == 4 * (SIZE + 40) // 2
+    offloaded = {**zero, "offload_param": {"device": "cpu"}}
+    assert "second copy" not in memory("float32", 8, zero_optimization=offloaded)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_adapter_trains_only_its_own_parameters(stage: int) -> None:
     adapter = AdapterFacts(parameters=40, trained_blocks=2, first_trained_layer=0, saved=60)

@@ -9,8 +9,7 @@ import pytest
 from lockstep.config.errors import ConfigError
 from lockstep.config.loader import check_config
 from lockstep.config.train_role import TrainRole
-from lockstep.train.deepspeed.engine_settings import engine_settings, offloads, zero_stage
-from lockstep.train.deepspeed.zero_model import may_fuse
+from lockstep.train.deepspeed.engine_settings import engine_settings, may_change_layers, offloads, zero_stage
 from lockstep.train.errors import TrainerUnsupported
 
 AUTO_BATCH = {
@@ -135,7 +134,7 @@ def test_files_of_other_projects_are_taken_as_they_are(name: str, tmp_path: Path
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean overlap_comm?"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device 'nvme'"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param at stage 2"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}}, "zero_quantized_gradients"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "mics_shard_size; the parts of MiCS"),
         ({"zero_optimization": 3}, "it must be a JSON object"),
         ({"prescale_gradients": True}, "prescale_gradients True"),
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor 2.0"),
@@ -191,7 +190,7 @@ def test_values_that_ask_for_nothing_are_taken_and_auto_is_left_to_deepspeed() -
     assert "auto" not in leaves(found)
     assert found["zero_optimization"] == {
         "stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.0, "super_offload": False},
-        "reduce_bucket_size": 1000,
+        "reduce_bucket_size": 1000, "zero_hpz_partition_size": 1,
     }  # fmt: skip
     assert "data_types" not in found
 
@@ -238,8 +237,10 @@ def test_stage_1_cannot_sum_bfloat16_gradients_in_float32() -> None:
         ({"stage": 3}, False),
     ],
 )
-def test_layers_are_fused_only_where_the_order_of_gradients_does_not_matter(zero: dict[str, Any], fuses: bool) -> None:
-    assert may_fuse(role_of({"zero_optimization": zero})) is fuses
+def test_layers_are_fused_or_compiled_only_where_the_order_of_gradients_does_not_matter(
+    zero: dict[str, Any], fuses: bool
+) -> None:
+    assert may_change_layers(role_of({"zero_optimization": zero})) is fuses
 
 
 @pytest.mark.parametrize(
