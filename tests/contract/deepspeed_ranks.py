@@ -31,7 +31,8 @@ REFORMED = ("deepspeed-2", "deepspeed-3")
 PUBLISHED = ("deepspeed-2", "deepspeed-3")
 DAMAGED = ("deepspeed-2", "deepspeed-3")
 COMPILED = ("deepspeed-0", "deepspeed-1")
-BFLOAT16 = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
+SUMS = ("deepspeed-1-sums", "deepspeed-1-sums-offload")
+BFLOAT16 = ("deepspeed-1", "deepspeed-2", "deepspeed-3", *SUMS)
 
 
 def bfloat16(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
@@ -157,7 +158,8 @@ SLOW: dict[str, tr.Case] = {f"{kind}:compiled": partial(compiled, kind) for kind
 """Cases of two ranks that are part of the long suites."""
 TWO: dict[str, tr.Case] = {
     **{f"{kind}:{name}": partial(tr.SUITE[name], kind) for kind in KINDS for name in SHORT},
-    **{f"{kind}:memory": partial(tr.SUITE["memory"], kind) for kind in REFORMED},
+    **{f"{kind}:{name}": partial(tr.SUITE[name], kind) for kind in SUMS for name in ("non_finite", "resume")},
+    **{f"{kind}:memory": partial(tr.SUITE["memory"], kind) for kind in (*REFORMED, SUMS[0])},
     **{f"{kind}:bfloat16": partial(bfloat16, kind) for kind in BFLOAT16},
     **{f"{kind}:bfloat16_adapter": partial(bfloat16_adapter, kind) for kind in BFLOAT16},
     **{f"{kind}:published": partial(published, kind) for kind in PUBLISHED},

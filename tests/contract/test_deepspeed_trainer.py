@@ -51,7 +51,7 @@ def test_steps_compute_what_torch_and_transformers_do(
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=TIGHT)
 
 
-@pytest.mark.parametrize("kind", deepspeed_ranks.KINDS)
+@pytest.mark.parametrize("kind", [*deepspeed_ranks.KINDS, *deepspeed_ranks.SUMS])
 def test_a_step_that_is_not_finite_leaves_nothing_behind(kind: str, pair: dict[str, list[tr.Result]]) -> None:
     for result in pair[f"{kind}:non_finite"]:
         assert result.extra["error"][1:] == (1, "loss", [(1, 1)])
@@ -60,7 +60,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(kind: str, pair: dict[s
         assert_same_rows(result.weights, result.extra["without"].weights)
 
 
-@pytest.mark.parametrize("kind", deepspeed_ranks.KINDS)
+@pytest.mark.parametrize("kind", [*deepspeed_ranks.KINDS, *deepspeed_ranks.SUMS])
 def test_resume_is_bitwise(kind: str, pair: dict[str, list[tr.Result]]) -> None:
     assert_resumed(pair[f"{kind}:resume"])
 

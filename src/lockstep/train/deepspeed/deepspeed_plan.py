@@ -60,10 +60,12 @@ class DeepSpeedPlanner(TrainerPlanner):
         settings = engine_settings(role, model.dtype, model.hidden, trained, model.device)
         accumulated = 4 if settings.get("data_types") == {"grad_accum_dtype": "fp32"} else width
         held = trained // ranks
+        # At stage 1, sums in another precision than the gradients are beside them.
+        whole = width * trained + (accumulated * trained if accumulated != width else 0)
         parts = {
             "weights": width * (held if stage == 3 else trained),
             "master weights": 0 if stage == 0 else 4 * held,
-            "gradients": accumulated * held if stage >= 2 else width * trained,
+            "gradients": accumulated * held if stage >= 2 else whole,
             "optimizer": 8 * (held if stage else trained),
         }
         if adapter is not None:
@@ -76,7 +78,7 @@ class DeepSpeedPlanner(TrainerPlanner):
         if stage:
             overlapped = stage < 3 and overlaps_reduction(role)  # one bucket is filled while another is reduced
             bucket = int(settings["zero_optimization"]["reduce_bucket_size"])
-            parts["buckets"] = width * bucket * (2 if overlapped else 1)
+            parts["buckets"] = (accumulated if stage == 1 else width) * bucket * (2 if overlapped else 1)
         if stage == 3 and (ranks > 1 or "weights" in in_host_memory):
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         parts |= forward_memory(role, model, token_budget)

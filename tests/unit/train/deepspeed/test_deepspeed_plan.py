@@ -32,6 +32,12 @@ def test_bfloat16_has_float32_sums_of_gradients_where_they_are_divided(
     assert parts["master weights"] + parts["optimizer"] == 12 * SIZE // 4
 
 
+def test_float32_sums_at_stage_1_are_beside_the_gradients_of_all_parameters() -> None:
+    given = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    parts = memory("bfloat16", 4, **given)
+    assert (parts["gradients"], parts["buckets"]) == ((2 + 4) * SIZE, 4 * SIZE)
+
+
 def test_buckets_have_the_size_of_the_settings_and_two_of_them_overlap() -> None:
     zero = {"stage": 2, "reduce_bucket_size": 50_000}
     assert memory("float32", 2, zero_optimization=zero)["buckets"] == 4 * 50_000
