@@ -4,6 +4,7 @@ the stages whose contract is a long suite.
 """
 
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch.distributed as dist
 import trainer_ranks as tr
 from adapter_ranks import SAVED
 
+from lockstep.data.forest_builder import forest_from_documents
+from lockstep.data.mini_batches import pack
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import MemoryCheckpointMissing
@@ -19,12 +22,17 @@ from lockstep.watch.recorder import recorder
 
 SHORT = ("non_finite", "resume", "qwen2-grpo-split")
 """Cases of the contract."""
-KINDS = (*tr.LONG, "deepspeed-1-overlap", "deepspeed-1-offload", "deepspeed-2-offload", "deepspeed-3-offload")
+KINDS = (
+    *tr.LONG,
+    *(f"deepspeed-{kind}" for kind in ("1-overlap", "1-offload", "2-offload", "3-offload", "3-hpz")),
+)
 """Kinds of which these are the short cases."""
 REFORMED = ("deepspeed-2", "deepspeed-3")
 PUBLISHED = ("deepspeed-2", "deepspeed-3")
 DAMAGED = ("deepspeed-2", "deepspeed-3")
-BFLOAT16 = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
+COMPILED = ("deepspeed-0", "deepspeed-1")
+SUMS = ("deepspeed-1-sums", "deepspeed-1-sums-offload")
+BFLOAT16 = ("deepspeed-1", "deepspeed-2", "deepspeed-3", *SUMS)
 
 
 def bfloat16(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
@@ -72,10 +80,10 @@ def damaged(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Re
     return result
 
 
-def _collectives() -> int:
-    """The number of collectives that this rank has entered."""
+def _collectives(group: dist.ProcessGroup | None = None) -> int:
+    """The number of collectives that this rank has entered, on the communicator of all ranks or on another one."""
     recorded = recorder.current()
-    member = recorded and recorded.member(dist.group.WORLD)
+    member = recorded and recorded.member(group or dist.group.WORLD)
     assert member is not None
     return member.collectives
 
@@ -94,11 +102,68 @@ def published(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.
     return result
 
 
-CASES: dict[str, tr.Case] = {
+def compiled(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+    """Compiled layers beside the model's own, with recomputed activations. One document is in the first micro-batch of
+    the first rank alone: the last rank has an empty one."""
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "compiled": {"compile": "layers"},
+        "recomputed": {"compile": "layers", "activation_checkpointing": True},
+    }
+    result = tr.Result(ranks.rank)
+    for name, trainer in settings.items():
+        role = tr.config(folder, "qwen2", "sft", kind=kind, **trainer).policy
+        made, losses = tr.create(role, ranks), []
+        for count in (3, 1, 4):
+            batch = pack(forest_from_documents(tr.documents(count)), ranks.world, 30)
+            rows = next(iter(batch.minibatches(1, None, role.objective))).by_rank[ranks.rank]
+            losses.append(made.step(rows).values["loss"])
+        result.extra[name] = losses, tr.rows_of_all(made)
+    return result
+
+
+def second_copy(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+    """Trains with a second copy of the parameters on each half of the ranks, and saves, loads and continues."""
+    role = tr.config(folder, "qwen2", "grpo", kind=kind, ranks=ranks.world).policy
+    trainer = tr.create(role, ranks)
+    within: dist.ProcessGroup = import_module("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP
+    members = dist.get_process_group_ranks(within)
+    before = _collectives(within)
+    rows = tr.minibatch_of(trainer, tr.batch_of(role, ranks.world, budget=60), role, ranks.rank).by_rank[ranks.rank]
+    result = tr.Result(ranks.rank, tr.take_steps(trainer, rows, 2))
+    result.extra |= {"members": members, "within": _collectives(within) - before}
+    trainer.save(folder / "saved" / kind)
+    tr.wait_saved(trainer)
+    result.metrics += tr.take_steps(trainer, rows, 1)
+    result.weights = tr.rows_of_all(trainer)
+    trainer.evaluate(rows, ["logprobs"])  # the second copy is then of the weights of the third step
+    trainer.load(folder / "saved" / kind)
+    tr.take_steps(trainer, rows, 1)
+    result.extra["again"] = tr.rows_of_all(trainer)
+    return result
+
+
+def second_copy_adapter(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+    """With an adapter, whose reference is the model without it: frozen weights keep their second copy."""
+    role = tr.config(folder, "llama", "grpo", {"adapter": SAVED}, kind=kind, ranks=ranks.world).policy
+    return tr.train(tr.create(role, ranks), tr.batch_of(role, ranks.world, budget=60), role, ranks.rank)
+
+
+FOUR: dict[str, tr.Case] = {
+    "deepspeed-3-hpz:second_copy": partial(second_copy, "deepspeed-3-hpz"),
+    "deepspeed-3-hpz:second_copy_adapter": partial(second_copy_adapter, "deepspeed-3-hpz"),
+}
+"""Cases of four ranks."""
+SLOW: dict[str, tr.Case] = {f"{kind}:compiled": partial(compiled, kind) for kind in COMPILED}
+"""Cases of two ranks that are part of the long suites."""
+TWO: dict[str, tr.Case] = {
     **{f"{kind}:{name}": partial(tr.SUITE[name], kind) for kind in KINDS for name in SHORT},
-    **{f"{kind}:memory": partial(tr.SUITE["memory"], kind) for kind in REFORMED},
+    **{f"{kind}:{name}": partial(tr.SUITE[name], kind) for kind in SUMS for name in ("non_finite", "resume")},
+    **{f"{kind}:memory": partial(tr.SUITE["memory"], kind) for kind in (*REFORMED, SUMS[0])},
     **{f"{kind}:bfloat16": partial(bfloat16, kind) for kind in BFLOAT16},
     **{f"{kind}:bfloat16_adapter": partial(bfloat16_adapter, kind) for kind in BFLOAT16},
     **{f"{kind}:published": partial(published, kind) for kind in PUBLISHED},
     **{f"{kind}:damaged": partial(damaged, kind) for kind in DAMAGED},
 }
+"""Cases of two ranks."""
+CASES = TWO | SLOW | FOUR

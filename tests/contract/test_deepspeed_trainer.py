@@ -5,6 +5,7 @@ from pathlib import Path
 import deepspeed_ranks
 import pytest
 import reformed_ranks
+import torch
 import trainer_ranks as tr
 from test_trainer import NEEDS_DEEPSPEED, TIGHT, apart, assert_resumed, assert_same_rows, weights_of
 
@@ -26,7 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> dict[str, list[tr.Result]]:
-    return tr.launch(folder, 2, deepspeed_ranks.CASES, module="deepspeed_ranks", limit_s=500)
+    return tr.launch(folder, 2, deepspeed_ranks.TWO, module="deepspeed_ranks", limit_s=500)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> dict[str, list[tr.Result]]:
+    return tr.launch(folder, 4, deepspeed_ranks.FOUR, module="deepspeed_ranks", limit_s=500)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +51,7 @@ def test_steps_compute_what_torch_and_transformers_do(
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=TIGHT)
 
 
-@pytest.mark.parametrize("kind", deepspeed_ranks.KINDS)
+@pytest.mark.parametrize("kind", [*deepspeed_ranks.KINDS, *deepspeed_ranks.SUMS])
 def test_a_step_that_is_not_finite_leaves_nothing_behind(kind: str, pair: dict[str, list[tr.Result]]) -> None:
     for result in pair[f"{kind}:non_finite"]:
         assert result.extra["error"][1:] == (1, "loss", [(1, 1)])
@@ -54,7 +60,7 @@ def test_a_step_that_is_not_finite_leaves_nothing_behind(kind: str, pair: dict[s
         assert_same_rows(result.weights, result.extra["without"].weights)
 
 
-@pytest.mark.parametrize("kind", deepspeed_ranks.KINDS)
+@pytest.mark.parametrize("kind", [*deepspeed_ranks.KINDS, *deepspeed_ranks.SUMS])
 def test_resume_is_bitwise(kind: str, pair: dict[str, list[tr.Result]]) -> None:
     assert_resumed(pair[f"{kind}:resume"])
 
@@ -117,6 +123,39 @@ def test_a_survivor_forms_new_communicators_and_continues_from_the_memory_checkp
         assert result.metrics == [undisturbed.metrics[1]]
         assert_same_rows(result.weights, undisturbed.weights)
         assert result.rank or result.extra["lost"]
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same_with_an_empty_micro_batch_on_one_rank(folder: Path) -> None:
+    for ranks in tr.launch(folder, 2, deepspeed_ranks.SLOW, module="deepspeed_ranks", limit_s=500).values():
+        for result in ranks:
+            plain_losses, plain = result.extra["plain"]
+            for name in ("compiled", "recomputed"):
+                losses, weights = result.extra[name]
+                assert losses == pytest.approx(plain_losses, rel=TIGHT)
+                for weight, (_, rows) in weights.items():
+                    torch.testing.assert_close(rows, plain[weight][1], rtol=1e-5, atol=2e-6, msg=weight)
+
+
+def test_a_second_copy_on_neighbouring_ranks_changes_no_result(folder: Path, four: dict[str, list[tr.Result]]) -> None:
+    """ZeRO++'s hpZ: the first pass after a step gathers from all ranks, the following ones within half of them."""
+    truth, ranks = tr.truth(folder, tr.config(folder, "qwen2", "grpo")), four["deepspeed-3-hpz:second_copy"]
+    assert apart(weights_of(ranks), weights_of([truth])) < TIGHT
+    for result in ranks:
+        assert result.extra["members"] == ([0, 1] if result.rank < 2 else [2, 3]) and result.extra["within"] > 20
+        for found, expected in zip(result.metrics, truth.metrics, strict=True):
+            assert {name: found[name] for name in expected} == pytest.approx(expected, rel=TIGHT)
+        assert_same_rows(result.extra["again"], result.weights)
+
+
+def test_frozen_weights_have_a_second_copy_too(folder: Path, four: dict[str, list[tr.Result]]) -> None:
+    role = tr.config(folder, "llama", "grpo", {"adapter": deepspeed_ranks.SAVED}).policy
+    expected = tr.train(tr.create(role), tr.batch_of(role, 1, budget=60), role)  # FSDP2, equal to peft (test_adapters)
+    ranks = four["deepspeed-3-hpz:second_copy_adapter"]
+    assert apart(weights_of(ranks), weights_of([expected])) < TIGHT
+    assert [each["loss"] for each in ranks[0].metrics] == pytest.approx(
+        [m["loss"] for m in expected.metrics], rel=TIGHT
+    )
 
 
 def test_the_installed_version_is_supported() -> None:

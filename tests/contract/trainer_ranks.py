@@ -70,16 +70,22 @@ def make_models(folder: Path) -> None:
 def config(
     folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any
 ) -> SFTConfig | GRPOConfig:
-    kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload, deepspeed-1-overlap
+    kind, *rest = str(trainer.pop("kind", "fsdp2")).split("-")  # such as deepspeed-2-offload, deepspeed-3-hpz
     chosen: dict[str, Any] = {"kind": kind}
+    dtype = "bfloat16" if "sums" in rest else "float32"
     if rest:
         zero = {"stage": int(rest[0]), "offload_optimizer": {"device": "cpu" if "offload" in rest else "auto"}}
         zero |= {"overlap_comm": True} if "overlap" in rest else {}
+        if "hpz" in rest:  # small parameters too are gathered for each pass
+            zero |= {"zero_hpz_partition_size": 2, "param_persistence_threshold": 0}
+            chosen["ranks"] = 2
         chosen["deepspeed"] = {"zero_optimization": zero}
+        if "sums" in rest:  # of bfloat16 gradients, in float32
+            chosen["deepspeed"]["data_types"] = {"grad_accum_dtype": "fp32"}
     common: dict[str, Any] = {
         "name": "contract",
         "steps": 10,
-        "model": {"path": str(folder / family), "dtype": "float32", **(model or {})},
+        "model": {"path": str(folder / family), "dtype": dtype, **(model or {})},
         "data": {"path": "unused.jsonl"},
         "trainer": {
             # a larger eps: else AdamW turns gradients that are only rounding errors into full updates

@@ -310,11 +310,11 @@ def _select_backend(
 def _make_replica_groups(ranks: ParallelContext, bound: timedelta) -> None:
     """Creates the communicators within and across copies."""
     places = torch.arange(ranks.world).view(ranks.replicas, ranks.shards)
-    ranks.copy = _new_group_with(places.tolist(), ranks.rank, bound, "copy")
-    ranks.across = _new_group_with(places.T.tolist(), ranks.rank, bound, "across copies")
+    ranks.copy = new_group_with(places.tolist(), ranks.rank, bound, "copy")
+    ranks.across = new_group_with(places.T.tolist(), ranks.rank, bound, "across copies")
 
 
-def _new_group_with(members: list[list[int]], rank: int, bound: timedelta, name: str) -> dist.ProcessGroup | None:
+def new_group_with(members: list[list[int]], rank: int, bound: timedelta, name: str) -> dist.ProcessGroup | None:
     """Creates several disjoint communicators, as every rank must, and returns the one that has this rank as a
     member."""
     mine: dist.ProcessGroup | None = None

@@ -93,7 +93,7 @@ def compile_obstacle(role: TrainRole, model: ModelFacts, on_this_host: bool, com
         compiler: whether this host has a C++ compiler.
     """
     obstacles = {
-        f"trainer.kind is {role.trainer.kind}, which compiles nothing": role.trainer.kind != "fsdp2",
+        f"the gain was not measured with trainer.kind {role.trainer.kind}": role.trainer.kind != "fsdp2",
         "the routers of compiled layers cannot be recorded": bool(model.router_aux_loss),
         f"the gain was not measured on {model.device}": model.device != "cpu",
         f"the gain was not measured in {model.dtype}": model.dtype != "float32",

@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from lockstep.train.distributed import ParallelContext
+from lockstep.train.distributed import ParallelContext, new_group_with
 from lockstep.train.errors import TrainerUnsupported
 
 SUPPORTED = SpecifierSet(">=0.19.8,<0.20")
@@ -65,6 +65,19 @@ def load_deepspeed(ranks: ParallelContext) -> Any:
     return deepspeed
 
 
+def _join_second_copy(ranks: ParallelContext, settings: Mapping[str, Any]) -> None:
+    """Creates the communicator of the ranks that share a second copy of the parameters, unless DeepSpeed has it. One of
+    DeepSpeed's own would not have the time limit. All ranks call it, with the same settings."""
+    groups: Any = import_module("deepspeed.utils.groups")
+    size, held = settings["zero_optimization"]["zero_hpz_partition_size"], groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+    if size == 1:
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    elif held is None or dist.get_world_size(held) != size:
+        members = torch.arange(ranks.world).view(-1, size).tolist()
+        bound = timedelta(seconds=ranks.timeout_s)
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = new_group_with(members, ranks.rank, bound, "second copy")
+
+
 def set_environment(device: torch.device) -> None:
     """Sets the variables from which DeepSpeed learns its device, also if a launcher set them for its own process."""
     os.environ["DS_ACCELERATOR"] = device.type
@@ -80,6 +93,7 @@ def make_engine(
 ) -> Any:
     """Returns a DeepSpeed engine of a model; without an optimizer, one that only evaluates."""
     deepspeed = load_deepspeed(ranks)
+    _join_second_copy(ranks, settings)
     parameters = [each for each in model.parameters() if each.requires_grad] if optimizer is not None else None
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -94,16 +108,23 @@ def make_engine(
 def make_partition(ranks: ParallelContext, settings: Mapping[str, Any]) -> Callable[[nn.Parameter], None]:
     """Returns the function that leaves of a parameter what this rank holds at stage 3 (`ds_tensor`).
 
-    It does not communicate: every rank calls it with the same values, as each has read them from the same checkpoint.
+    The function does not communicate: every rank calls it with the same values, as each has read them from the same
+    checkpoint.
 
     Args:
         settings: of the engine that gets the parameters.
     """
     load_deepspeed(ranks)
+    _join_second_copy(ranks, settings)
     zero: Any = import_module("deepspeed.runtime.zero.partition_parameters")
+    groups: Any = import_module("deepspeed.utils.groups")
     # Of a module without parameters, as they come one by one. It has the other effects that the settings ask for, such
     # as `memory_efficient_linear`.
-    init = zero.Init(module=nn.Module(), config_dict_or_path=dict(settings))
+    init = zero.Init(
+        module=nn.Module(),
+        config_dict_or_path=dict(settings),
+        zero_param_parallel_group=groups._ZERO_PARAM_INTRA_PARALLEL_GROUP,
+    )
 
     def partition(parameter: Any) -> None:
         init._convert_to_deepspeed_param(parameter)

@@ -9,16 +9,16 @@ from lockstep.train.deepspeed.deepspeed_library import require_deepspeed
 from lockstep.train.deepspeed.engine_settings import (
     KIND,
     engine_settings,
+    may_change_layers,
     offloads,
     overlaps_reduction,
+    second_copy_ranks,
     zero_stage,
 )
 from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.metric_reduction import metric_vector_size
 from lockstep.train.objective import make_objective
 from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner, forward_memory
-
-_REMEDY = "leave it out, or set {}=fsdp2"
 
 
 class DeepSpeedPlanner(TrainerPlanner):
@@ -29,14 +29,19 @@ class DeepSpeedPlanner(TrainerPlanner):
 
     def check(self, role: TrainRole) -> None:
         trainer, field = role.trainer, role.field("trainer.kind")
-        lacking = {
-            "model.quantization": role.model.quantization is not None,
-            "trainer.replicas": trainer.replicas > 1,
-            "trainer.compile": trainer.compile == "layers",
-        }
-        for setting, is_set in lacking.items():
-            if is_set:
-                raise TrainerUnsupported(KIND, role.field(setting), _REMEDY.format(field))
+        if role.model.quantization is not None:
+            raise TrainerUnsupported(KIND, role.field("model.quantization"), f"leave it out, or set {field}=fsdp2")
+        path = role.field("trainer.deepspeed.zero_optimization")
+        if trainer.compile == "layers" and not may_change_layers(role):
+            remedy = f"leave it out, or set {path}.stage=1 without overlap_comm, or {field}=fsdp2"
+            raise TrainerUnsupported(KIND, role.field("trainer.compile"), remedy)
+        if trainer.replicas > 1:
+            remedy = (
+                f"DeepSpeed divides the optimizer over all ranks. For a second copy of the parameters on every "
+                f"{trainer.shards} ranks, set {role.field('trainer.replicas')}=1, {path}.stage=3 and "
+                f"{path}.zero_hpz_partition_size={trainer.shards}; or set {field}=fsdp2"
+            )
+            raise TrainerUnsupported(KIND, role.field("trainer.replicas"), remedy)
         if not trainer.reshard_after_forward and zero_stage(role) == 3:
             setting = f"{role.field('trainer.reshard_after_forward')} false at stage 3"
             raise TrainerUnsupported(KIND, setting, "stage 3 frees gathered parameters: leave it out, or set stage 2")
@@ -52,24 +57,28 @@ class DeepSpeedPlanner(TrainerPlanner):
         stage, ranks, adapter = zero_stage(role), role.trainer.ranks, model.adapter
         width, trained = DTYPE_BYTES[model.dtype], _trained(model)
         frozen = 0 if adapter is None else model.parameters - adapter.saved
-        settings = engine_settings(role, model.dtype, model.hidden, trained)
+        settings = engine_settings(role, model.dtype, model.hidden, trained, model.device)
         accumulated = 4 if settings.get("data_types") == {"grad_accum_dtype": "fp32"} else width
         held = trained // ranks
+        # At stage 1, sums in another precision than the gradients are beside them.
+        whole = width * trained + (accumulated * trained if accumulated != width else 0)
         parts = {
             "weights": width * (held if stage == 3 else trained),
             "master weights": 0 if stage == 0 else 4 * held,
-            "gradients": accumulated * held if stage >= 2 else width * trained,
+            "gradients": accumulated * held if stage >= 2 else whole,
             "optimizer": 8 * (held if stage else trained),
         }
         if adapter is not None:
             parts["frozen weights"] = width * (frozen // ranks if stage == 3 else frozen)
             parts["merged adapter"] = 4 * adapter.parameters
+        if (shared := second_copy_ranks(role)) > 1:
+            parts["second copy"] = width * (trained + frozen) // shared
         in_host_memory = _in_host_memory(role, model, stage)
         parts = {name: size for name, size in parts.items() if name not in in_host_memory}
         if stage:
             overlapped = stage < 3 and overlaps_reduction(role)  # one bucket is filled while another is reduced
             bucket = int(settings["zero_optimization"]["reduce_bucket_size"])
-            parts["buckets"] = width * bucket * (2 if overlapped else 1)
+            parts["buckets"] = (accumulated if stage == 1 else width) * bucket * (2 if overlapped else 1)
         if stage == 3 and (ranks > 1 or "weights" in in_host_memory):
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         parts |= forward_memory(role, model, token_budget)
@@ -111,7 +120,7 @@ def _in_host_memory(role: TrainRole, model: ModelFacts, stage: int) -> list[str]
     if model.device == "cpu":
         return []
     optimizer = ["master weights", "optimizer", *(["gradients"] if stage >= 2 else [])]
-    parameters = ["weights", "frozen weights"]
+    parameters = ["weights", "frozen weights", "second copy"]
     return [
         *(optimizer if offloads(role, "offload_optimizer") else []),
         *(parameters if offloads(role, "offload_param") else []),

@@ -89,7 +89,8 @@ class DeepSpeedTrainer:
         self.adapter = role.model.adapter
         self.policy = make_model(role, ranks)
         elements = sum(each.numel() for each in self._merged_weights().trained.values())
-        settings = engine_settings(role, dtype, int(self.policy.config.get_text_config().hidden_size), elements)
+        hidden = int(self.policy.config.get_text_config().hidden_size)
+        settings = engine_settings(role, dtype, hidden, elements, ranks.device.type)
         fill_model(self.policy, role, ranks, settings, role.seed)
         self.merged_weights = self._merged_weights()
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)

@@ -20,6 +20,7 @@ _REDUCE_BUCKET = 500_000_000
 _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 """Those with values that `trainer.schedule` has too, as transformers' Trainer fills them."""
 _FP32, _BF16 = ("fp32", "float32", "float", "torch.float32"), ("bf16", "bfloat16", "torch.bfloat16")
+_FP16 = ("fp16", "float16", "half", "torch.float16")
 """DeepSpeed's names of precisions (`deepspeed.runtime.config.DtypeEnum`)."""
 _STAGES = (0, 1, 2, 3)
 _STAGE_PATH = "trainer.deepspeed.zero_optimization.stage"
@@ -50,27 +51,30 @@ _ZERO = frozenset({
     "stage3_gather_fp16_weights_on_model_save", "use_all_reduce_for_fetch_params",
     "stage3_use_all_reduce_for_fetch_params", "allgather_sequential", "stage3_allgather_sequential",
     "ignore_unused_parameters", "round_robin_gradients", "memory_efficient_linear", "pipeline_loading_checkpoint",
-    "override_module_apply", "log_trace_cache_warnings",
+    "override_module_apply", "log_trace_cache_warnings", "zero_hpz_partition_size", "zero_quantized_weights",
+    "zero_quantized_gradients",
 })  # fmt: skip
+_SECOND_COPY = "zero_hpz_partition_size"
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 _ZERO_LACKING = {
-    "zero_quantized_weights": "DeepSpeed's kernels for quantized communication are not tested with it",
-    "zero_quantized_gradients": "DeepSpeed's kernels for quantized communication are not tested with it",
-    "zero_quantized_nontrainable_weights": "DeepSpeed's kernels for quantized communication are not tested with it",
+    "zero_quantized_nontrainable_weights": "DeepSpeed quantizes frozen weights in float16 only, which is refused",
     "mics_shard_size": "the parts of MiCS are not known to its checkpoints",
     "mics_hierarchical_params_gather": "the parts of MiCS are not known to its checkpoints",
-    "zero_hpz_partition_size": "a second copy of the parameters is not tested with it",
     "zenflow": "its optimizer state is not known to its checkpoints",
     "leaf_module": "leaf modules lose gradients of some models",
 }
 
 
-def engine_settings(role: TrainRole, dtype: str, hidden: int, parameters: int) -> dict[str, Any]:
+def engine_settings(
+    role: TrainRole, dtype: str, hidden: int, parameters: int, device: str | None = None
+) -> dict[str, Any]:
     """Returns the settings of the role's engine, complete, without `optimizer` and `scheduler`: the trainer makes them.
 
     Args:
         dtype: precision of forward and backward, such as `bfloat16`.
         hidden: size of the model's hidden states, from which `auto` bucket sizes follow.
         parameters: number of the model's parameters, the largest bucket that it needs.
+        device: the kind of the ranks' devices, such as `cuda`; None if it is not known yet.
 
     Raises:
         TrainerUnsupported: a setting contradicts the run's config, or is not supported. It names both values.
@@ -86,6 +90,7 @@ def engine_settings(role: TrainRole, dtype: str, hidden: int, parameters: int) -
     settings.check_precision(dtype)
     settings.check_optimizer()
     settings.check_scheduler()
+    settings.check_quantized(device)
     accumulation = settings.accumulation(dtype)
     zero = settings.zero(hidden, parameters)
     return {
@@ -112,9 +117,27 @@ def offloads(role: TrainRole, place: OffloadPlace) -> bool:
     return bool(settings.offload(place, settings.stage()))
 
 
+def second_copy_ranks(role: TrainRole) -> int:
+    """Over how many neighbouring ranks a second copy of the parameters is divided (ZeRO++, hpZ); 1 if there is none.
+    Raises TrainerUnsupported."""
+    return _Settings(role).second_copy()
+
+
 def overlaps_reduction(role: TrainRole) -> bool:
     """Whether gradients are reduced during the backward pass at stages that need not (`overlap_comm`)."""
     return _Settings(role).section("zero_optimization").get("overlap_comm") not in (None, False, AUTO)
+
+
+def may_change_layers(role: TrainRole) -> bool:
+    """Whether layers may be fused or compiled under the role's settings.
+
+    Stage 2, and stage 1 with `overlap_comm`, put gradients into their buckets in the order in which the backward pass
+    computes them. With changed layers it depends on the row (an empty one runs uncompiled), and ranks would add
+    gradients of different parameters. Stage 3 gathers the parameters of a module when it is called, and changed layers
+    do not call their modules.
+    """
+    stage = zero_stage(role)
+    return stage == 0 or (stage == 1 and not overlaps_reduction(role))
 
 
 class _Settings:
@@ -215,19 +238,17 @@ class _Settings:
     def accumulation(self, dtype: str) -> str | None:
         """The precision in which gradients are accumulated; None: that of the model's parameters.
 
-        In bfloat16, DeepSpeed's optimizer of stage 1 keeps sums in float32 by another optimizer, whose state is not
-        known to the checkpoints.
+        At stage 1 every rank would have all sums in float32, twice the bytes of bfloat16: only where the settings say
+        so.
         """
         given, stage = self.section("data_types").get("grad_accum_dtype"), self.stage()
         default = "fp32" if dtype == "bfloat16" and stage >= 2 else None
         if given in (AUTO, None):
             return default
-        accepted = _FP32 if dtype == "float32" else (*_FP32, *_BF16) if stage >= 2 else _BF16
-        if given not in accepted:
-            where = f"{self.role.field('model.dtype')} {dtype} at stage {stage}"
-            remedy = "leave it out" if dtype == "float32" else "leave it out, or set stage 2 or 3"
-            raise self._unsupported(f"data_types.grad_accum_dtype {given!r} with {where}", remedy)
-        return ("fp32" if given in _FP32 else "bf16") if default else None
+        if given not in (_FP32 if dtype == "float32" else (*_FP32, *_BF16)):
+            where = f"{self.role.field('model.dtype')} {dtype}"
+            raise self._unsupported(f"data_types.grad_accum_dtype {given!r} with {where}", "leave it out")
+        return None if dtype == "float32" else "fp32" if given in _FP32 else "bf16"
 
     def zero(self, hidden: int, parameters: int) -> dict[str, Any]:
         """The section `zero_optimization`, with sizes as transformers computes them. Other `auto` values are left out:
@@ -248,7 +269,45 @@ class _Settings:
         kept: dict[str, Any] = {place: section for place in _OFFLOAD if (section := self.offload(place, stage))}
         # DeepSpeed allocates whole buckets, of this size by default.
         bucket = {"reduce_bucket_size": min(_REDUCE_BUCKET, parameters)}
-        return {**bucket, **known, **autos, **kept, "stage": stage}
+        return {**bucket, **known, **autos, **kept, _SECOND_COPY: self.second_copy(), "stage": stage}
+
+    def second_copy(self) -> int:
+        """The ranks over which a second copy is divided. As for DeepSpeed, 0 and 1 mean that there is none."""
+        given = self.section("zero_optimization").get(_SECOND_COPY)
+        if given in (AUTO, None, 0, 1):
+            return 1
+        setting, ranks = f"zero_optimization.{_SECOND_COPY} {given!r}", self.role.trainer.ranks
+        if not isinstance(given, int) or given < 0:
+            raise self._unsupported(setting, "set it to the number of GPUs of a host, or leave it out")
+        self._needs_stage_3(setting)
+        if ranks % min(given, ranks):
+            where = f"{self.role.field('trainer.ranks')} {ranks}"
+            raise self._unsupported(f"{setting} with {where}", f"set it to a number that divides {ranks}")
+        return min(given, ranks)
+
+    def check_quantized(self, device: str | None) -> None:
+        """Raises TrainerUnsupported where DeepSpeed cannot quantize what the ranks send each other."""
+        given = self.section("zero_optimization")
+        for name in _QUANTIZED:
+            if given.get(name) in (False, None, AUTO):
+                continue
+            setting = f"zero_optimization.{name} {given[name]!r}"
+            self._needs_stage_3(setting)
+            if device not in ("cuda", None):
+                raise self._unsupported(f"{setting} on device {device}", "its kernels need GPUs: leave it out")
+        if given.get("zero_quantized_gradients") is True:
+            sent, setting = self.given.get("communication_data_type"), "zero_optimization.zero_quantized_gradients"
+            if sent not in _FP16:
+                remedy = "its kernels read gradients as float16: set communication_data_type to fp16, or leave it out"
+                raise self._unsupported(f"{setting} with communication_data_type {sent!r}", remedy)
+            if given.get("reduce_scatter") is False:
+                remedy = "it replaces reduce_scatter: leave one of them out"
+                raise self._unsupported(f"{setting} with reduce_scatter False", remedy)
+
+    def _needs_stage_3(self, setting: str) -> None:
+        if self.stage() != 3:
+            remedy = f"it needs stage 3: set {self.role.field(_STAGE_PATH)}=3, or leave it out"
+            raise self._unsupported(f"{setting} at stage {self.stage()}", remedy)
 
     def offload(self, place: OffloadPlace, stage: int) -> dict[str, Any]:
         """A section that keeps state in host memory, because it says so or `trainer.offload` does; else empty."""

@@ -16,7 +16,7 @@ from lockstep.models.policy_model import PolicyModel
 from lockstep.models.vision.model_parts import find_vision
 from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.deepspeed.deepspeed_library import make_engine, make_partition
-from lockstep.train.deepspeed.engine_settings import overlaps_reduction, zero_stage
+from lockstep.train.deepspeed.engine_settings import may_change_layers, zero_stage
 from lockstep.train.distributed import ParallelContext
 
 
@@ -30,7 +30,7 @@ def make_model(role: TrainRole, ranks: ParallelContext) -> PolicyModel:
     # DeepSpeed casts an adapter, and the weights trained with it, only if no parameter was partitioned before.
     for parameter in policy.parameters():
         parameter.data = parameter.data.to(compute)
-    prepare_layers(policy, role.trainer, ranks.device, compute, may_fuse(role))
+    prepare_layers(policy, role.trainer, ranks.device, compute, may_change_layers(role))
     return policy
 
 
@@ -55,7 +55,7 @@ def fill_model(
     fill_policy(policy, folder, ranks.device, (ranks.rank, ranks.world), head_seed=seed, on_filled=partition)
     if adapter is not None:
         fill_adapter(policy, adapter, seed or 0, ranks.device)
-    if may_fuse(role):
+    if may_change_layers(role):
         probe_fused_decoder(policy)
 
 
@@ -63,17 +63,6 @@ def _partition_frozen(partition: Callable[[nn.Parameter], None], parameter: nn.P
     """A stored adapter replaces the values of weights that are trained with it: they stay whole until then."""
     if not parameter.requires_grad:
         partition(parameter)
-
-
-def may_fuse(role: TrainRole) -> bool:
-    """Whether layers may be fused under the role's settings.
-
-    Stage 2, and stage 1 with `overlap_comm`, put gradients into their buckets in the order in which the backward pass
-    computes them. With fused layers it depends on the row, and ranks would add gradients of different parameters. Stage
-    3 gathers the parameters of a module when it is called, and fused layers do not call their modules.
-    """
-    stage = zero_stage(role)
-    return stage == 0 or (stage == 1 and not overlaps_reduction(role))
 
 
 class Reference:

@@ -127,8 +127,8 @@ class _FlatState:
         raise NotImplementedError
 
 
-class PartitionedState(_FlatState):
-    """Stages 1 and 2."""
+class _LinkedState(_FlatState):
+    """Optimizers that link each parameter to its place in the flat master weights."""
 
     def _part(self, parameter: nn.Parameter) -> _FlatPart | None:
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -136,6 +136,10 @@ class PartitionedState(_FlatState):
             return None
         flat, place = self._groups()[mapping.param_group_index], mapping.hp_fragment_address
         return _FlatPart(flat, place.start, mapping.lp_fragment_address.start, place.numel)
+
+
+class PartitionedState(_LinkedState):
+    """Stages 1 and 2."""
 
     def _groups(self) -> list[Tensor]:
         return list(self._zero.single_partition_of_fp32_groups)
@@ -161,6 +165,23 @@ class PartitionedState(_FlatState):
             self._zero._update_model_bit16_weights(group)
 
 
+class Float32Sums(_LinkedState):
+    """Stage 1 in bfloat16 with sums of gradients in float32. DeepSpeed's `BF16_Optimizer` keeps those of all parameters
+    on every rank."""
+
+    def _groups(self) -> list[Tensor]:
+        return list(self._zero.fp32_groups_flat_partition)
+
+    def _flat_gradients(self) -> Iterator[Tensor]:
+        yield from self._zero.fp32_groups_gradient_flat_partition
+
+    def discard_gradients(self) -> None:
+        self._zero.zero_grad()
+
+    def set_weights(self) -> None:
+        self._zero.update_lp_params()
+
+
 class PartitionedParameters(_FlatState):
     """Stage 3."""
 
@@ -183,6 +204,7 @@ class PartitionedParameters(_FlatState):
     def set_weights(self) -> None:
         zero = self._zero
         zero._partition_all_parameters()
+        zero.invalidate_secondary_tensor()  # a second copy has the weights of before
         for group in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(group)
         if zero.persistent_parameters:
@@ -199,7 +221,9 @@ def make_state(engine: Any, stage: int, parameters: Mapping[str, nn.Parameter], 
     if stage == 0:
         _create_moments(engine.optimizer, list(parameters.values()))
         return ReplicatedState(engine.optimizer, parameters, first)
-    state = (PartitionedParameters if stage == 3 else PartitionedState)(engine.optimizer, parameters)
+    sums_apart = stage == 1 and hasattr(engine.optimizer, "fp32_groups_gradients")
+    kind = PartitionedParameters if stage == 3 else Float32Sums if sums_apart else PartitionedState
+    state = kind(engine.optimizer, parameters)
     _create_moments(engine.optimizer.optimizer, state._groups())
     return state
 

@@ -32,6 +32,12 @@ def test_bfloat16_has_float32_sums_of_gradients_where_they_are_divided(
     assert parts["master weights"] + parts["optimizer"] == 12 * SIZE // 4
 
 
+def test_float32_sums_at_stage_1_are_beside_the_gradients_of_all_parameters() -> None:
+    given = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    parts = memory("bfloat16", 4, **given)
+    assert (parts["gradients"], parts["buckets"]) == ((2 + 4) * SIZE, 4 * SIZE)
+
+
 def test_buckets_have_the_size_of_the_settings_and_two_of_them_overlap() -> None:
     zero = {"stage": 2, "reduce_bucket_size": 50_000}
     assert memory("float32", 2, zero_optimization=zero)["buckets"] == 4 * 50_000
@@ -74,6 +80,15 @@ def test_the_states_are_those_of_deepspeeds_estimates(ranks: int) -> None:
     for offload, parameters in ((False, False), (True, False), (True, True)):
         expected = three(size, 300, ranks, cpu_offload=offload, cpu_offload_params=parameters)[1] - layer
         assert states(3, ranks, optimizer=offload, parameters=parameters) == expected
+
+
+def test_a_second_copy_has_all_parameters_on_its_ranks() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    assert memory("float32", 8, zero_optimization=zero)["second copy"] == 4 * SIZE // 2
+    adapter = AdapterFacts(parameters=40, trained_blocks=2, first_trained_layer=0, saved=60)
+    assert memory("float32", 8, adapter=adapter, zero_optimization=zero)["second copy"] == 4 * (SIZE + 40) // 2
+    offloaded = {**zero, "offload_param": {"device": "cpu"}}
+    assert "second copy" not in memory("float32", 8, zero_optimization=offloaded)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
