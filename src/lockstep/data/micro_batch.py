@@ -56,9 +56,7 @@ class MicroBatch(Generic[Array]):
     """int32 `[targets]`: number of each target's sequence in the batch; -1 in an empty micro-batch. On the device,
     sequences are numbered from 0 within the row. `pack` always sets it."""
     images: list[PlacedImage] | None = None
-    """The images of the row, with places in the row. None if the data has no images at all: then the model's vision
-    tower is not called. If it has some, the tower is called for every row, also for one without images, so that all
-    ranks enter the same collectives."""
+    """The images of the row, with places in the row; None if no row of the batch has any."""
 
     def layout(self) -> RowLayout:
         """Returns a new layout of the row. It caches masks, so make one per forward and release it afterwards."""

@@ -135,8 +135,8 @@ class MixedSource(SampleSource[Sample]):
         return self._sources
 
     @property
-    def reads_images(self) -> bool:
-        return any(source.reads_images for source in self._sources)
+    def has_images(self) -> bool:
+        return any(source.has_images for source in self._sources)
 
     def prefetch(self, rows: Sequence[int]) -> None:
         for source, inner in map(self._find, rows):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from lockstep.data.images.image_loader import ImageLoader
+    from lockstep.data.images.image_store import ImageStore
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class SampleSource(ABC, Generic[Sample]):
 
     def take(self, start: int, count: int) -> list[Sample]:
         """Returns `count` samples from position `start` on, the number of samples used before. Crosses epochs."""
-        if not self.reads_images:
+        if not self.has_images:
             return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
         taken = self._order.take(start, 2 * count)
         self.prefetch([row for _, row in taken[:count]])
@@ -81,10 +82,26 @@ class SampleSource(ABC, Generic[Sample]):
         self.prefetch([row for _, row in taken[count:]])
         return samples
 
+    def store_images(self, samples: Sequence[Sample], store: "ImageStore") -> None:
+        """Puts the images of samples that were taken before into the store, where it does not have them.
+
+        Raises:
+            DataError: an image cannot be used any more, or is another one than when its sample was taken.
+        """
+        for sample in samples:
+            missing = [image for image in getattr(sample, "images", ()) if image.digest not in store]
+            if not missing:
+                continue
+            now = {image.digest for image in self.by_uid(sample.uid).images}
+            changed = [image.source for image in missing if image.digest not in now]
+            if changed:
+                problem = f"{changed[0]} has changed since sample {sample.uid} was taken"
+                raise DataError(self.parts[0].path, problem, "Restore the file, or start a new run.")
+
     @property
     @abstractmethod
-    def reads_images(self) -> bool:
-        """Whether samples may have images, because the model reads them."""
+    def has_images(self) -> bool:
+        """Whether some samples have images."""
 
     @abstractmethod
     def prefetch(self, rows: Sequence[int]) -> None:
@@ -123,6 +140,7 @@ class DatasetSource(SampleSource[Sample]):
         images: "ImageLoader | None" = None,
     ) -> None:
         self._rows, self._limit, self._images = rows, limit, images
+        self._has_images = False  # until a row has one
         self._format = DatasetFormat(rows, cfg)
         self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn, images.processor if images else None)
         unusable = self._rows_with_unusable_images() if images is not None and images.skips else frozenset()
@@ -168,8 +186,8 @@ class DatasetSource(SampleSource[Sample]):
         return [self.sample(int(row)) for row in np.sort(rows[drawn[:count]])]
 
     @property
-    def reads_images(self) -> bool:
-        return self._images is not None
+    def has_images(self) -> bool:
+        return self._has_images
 
     def prefetch(self, rows: Sequence[int]) -> None:
         for row in rows if self._images is not None else ():
@@ -208,6 +226,7 @@ class DatasetSource(SampleSource[Sample]):
             sample.images = self._images.find(sample.image_values)
         except UnusableImage as bad:
             raise self._rows.data_error(row, bad) from bad
+        self._has_images = True
         return sample
 
     def _placed(self, row: int, sample: DatasetSample, places: Sequence[np.ndarray]) -> list[PlacedImage]:

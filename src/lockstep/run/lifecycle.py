@@ -83,6 +83,7 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
             ledger.record_event(START_EVENT, **counts, compile=compiles, **start_folders(prepared.folder))
             if prepared.parent is not None:
                 begin_from(prepared.parent, ledger, prepared.config)
+            prepared.data.store_images()
             interrupt = InterruptHandler()
             stack.enter_context(interrupt.listening())
             config, wanted = prepared.config, prepared.plan.wanted
@@ -256,7 +257,7 @@ def _start_run(
             trained = _set_up_models(prepared, ranks, served, turns)
             start = _restore(prepared, ledger, trained)
             terms = _served_terms(config, served, interrupt)
-            roles = RunRoles(trained, prepared.data.samples, engines, served=served, engine_turn=engine_turn)
+            roles = RunRoles(trained, prepared.data, engines, served=served, engine_turn=engine_turn)
             _add_roles(roles, prepared, ledger, reporter, launcher, recovery, start, terms)
             memory = MemoryCheckpointer(trained, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
@@ -365,7 +366,9 @@ def _add_roles(
     config, cluster, policy, engines = prepared.config, launcher.cluster, roles.trained.policy, roles.engines
     if config.reward is not None:
         scored = prepared.data.scored
-        roles.rewards = ScorerPool(cluster, config.reward, data=scored, note=recovery.note, served=terms)
+        roles.rewards = ScorerPool(
+            cluster, config.reward, data=scored, note=recovery.note, served=terms, images=prepared.images
+        )
         roles.rewards.start()
     measurements: list[Measurement] = []
     if (validation := config.held_out_samples) is not None:

@@ -26,6 +26,7 @@ from lockstep.run.evaluation.early_stopping import STOP_EVENT, stop_reason
 from lockstep.run.evaluation.evaluator import Evaluator
 from lockstep.run.group_filter import GroupFilter
 from lockstep.run.interrupt import InterruptHandler
+from lockstep.run.planning.run_data import RunData
 from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
 from lockstep.run.rollout_buffer import RolloutBuffer
 from lockstep.run.run_reporter import RunReporter
@@ -55,7 +56,7 @@ class RunRoles:
     """The roles that were started; None for those that the config does not need."""
 
     trained: TrainedRoles
-    samples: SampleSource[Any]
+    data: RunData
     engines: RolloutClient | None = None
     rewards: ScorerPool | None = None
     weights: WeightPublisher | None = None
@@ -143,7 +144,7 @@ class Run:
     @property
     def samples(self) -> SampleSource[Any]:
         """The data of the recipe, in the order of the run."""
-        return self.roles.samples
+        return self.roles.data.samples
 
     def documents(self, step: int, count: int) -> list[Document]:
         """Returns the `count` documents of a step."""
@@ -265,6 +266,7 @@ class Run:
         wanted, config = generation.prompts_per_step, generation.filter_groups
         if stored is None:
             return GroupFilter(step, wanted, config)
+        self.roles.data.restore_images([group.prompt for group in stored.rollouts.groups])
         return GroupFilter(step, wanted, config, stored.rollouts, stored.extra)
 
     def collected(self, step: int, groups: GroupFilter) -> None:

@@ -98,6 +98,7 @@ class RunWorkerLauncher:
     def _rank_arguments(self, process: PlannedProcess, start: int, world: int) -> dict[str, Any]:
         """The arguments of every rank of a model, besides its role."""
         return {
+            **self._images(),
             "rank": process.rank,
             "world": world,
             "store": self.cluster.store() if world > 1 else None,
@@ -105,6 +106,11 @@ class RunWorkerLauncher:
             "generation": self.generation,
             "restarts": start,
         }
+
+    def _images(self) -> dict[str, str | None]:
+        """The argument of ranks and engines that read images."""
+        folder = self.prepared.images
+        return {"images": None if folder is None else str(folder)}
 
     def _served_specs(self, role: ServeRole) -> list[WorkerSpec]:
         start = self._count_start(role.name)
@@ -149,6 +155,7 @@ class RunWorkerLauncher:
             "threads": process.threads,
             "reader": WEIGHT_READERS[config.weights.check],
             "sleeps": config.placement.shared,
+            **self._images(),
         }
         return self._spec(process, ENGINE_SERVICE, arguments, adoptable=True)
 

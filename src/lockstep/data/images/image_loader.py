@@ -34,7 +34,7 @@ class ImageLoader:
 
     Args:
         processor: the model's.
-        store: where prepared images are kept; None to compute digests only, as a dry run does.
+        store: where prepared images are kept; with None, or one that does not write, only digests are computed.
         data_path: the dataset's file or folder.
     """
 
@@ -125,7 +125,7 @@ class ImageLoader:
         for image in images:
             content = image.content()
             digest = self.processor.digest(content, len(images))
-            if self._store is not None and digest not in self._store:
+            if self._store is not None and self._store.writes and digest not in self._store:
                 try:
                     self._store.put(self.processor.prepare(image.pixels(content), digest, len(images)))
                 except ImageRefused as error:

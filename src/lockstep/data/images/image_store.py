@@ -16,6 +16,8 @@ from safetensors.numpy import save
 
 from lockstep.base.errors import PicklableError
 
+IMAGE_FOLDER = "images"
+"""Folder of a run with its prepared images."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 
 
@@ -52,10 +54,11 @@ class ImageStore:
 
     Args:
         folder: where they are kept, one file per image. It is created when the first image is put.
+        writes: whether images may be put; set it later for a folder that must not exist yet.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, writes: bool = True) -> None:
+        self.folder, self.writes = folder, writes
 
     def path(self, digest: str) -> Path:
         """Returns the file of an image. Raises ValueError if the digest is none."""

@@ -16,6 +16,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.data.dataset_rows import HubDataUnreachable
 from lockstep.data.datasets import load_rows
+from lockstep.data.images.image_store import IMAGE_FOLDER
 from lockstep.data.mixture import mixture_weights
 from lockstep.ledger.errors import FolderExists
 from lockstep.ledger.run_folder import INDEX_FILE, holds_only_inputs
@@ -70,6 +71,11 @@ class PreparedRun:
     """The checkpoint of another run that a new run starts from."""
     callbacks: Sequence[OnStep] = ()
     """Called after every step."""
+
+    @property
+    def images(self) -> Path | None:
+        """The folder of the run's prepared images; None if its data has none."""
+        return (self.folder / IMAGE_FOLDER).absolute() if self.data.has_images else None
 
     @property
     def rows(self) -> int:
@@ -129,7 +135,7 @@ def prepare_run(
     tokenizer = load_tokenizer(config.model)
     _check_tokens_of_roles(config, tokenizer, others)
     models = {config.policy.name: model, **others}
-    data = open_run_data(config, models, tokenizer)
+    data = open_run_data(config, models, tokenizer, folder / IMAGE_FOLDER)
     starts = [] if resume is None else earlier_starts(resume)
     plan, compile_notes = choose_compilation(config, plan, models, data.samples, starts)
     notes += [*_mixture_notes(config, data), *compile_notes]

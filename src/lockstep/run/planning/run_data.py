@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.model import ModelConfig
 from lockstep.config.reward import ModelReward
 from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationConfig
 from lockstep.data.datasets import load_rows
+from lockstep.data.images.image_processor import load_image_processor
+from lockstep.data.images.image_store import ImageStore
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
 from lockstep.data.sample_sources import SampleSource
@@ -14,6 +18,7 @@ from lockstep.data.samples import Prompt
 from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.models.errors import naming_fields_of
+from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_facts import ModelFacts
 from lockstep.rewards.model_reward import check_model_term
 from lockstep.rewards.reward_terms import check_term_columns, data_columns, needs_answers, term_names
@@ -23,6 +28,16 @@ from lockstep.run.errors import RunRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutPrompts:
+    """The prompts of an evaluation."""
+
+    source: SampleSource[Prompt]
+    prompts: list[Prompt]
+    columns: DataColumns
+    """The columns of their dataset."""
 
 
 @dataclass(slots=True)
@@ -40,36 +55,86 @@ class RunData:
     scored: list[DataColumns] = field(default_factory=list)
     """The columns of the datasets whose completions are scored."""
 
+    store: ImageStore | None = None
+    """Where images are kept from `store_images` on."""
+    taken: list[tuple[SampleSource[Any], list[Any]]] = field(default_factory=list)
+    """The samples that were taken before, with their sources."""
 
-def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer: "Tokenizer") -> RunData:
+    def store_images(self) -> None:
+        """Begins to keep the images of samples, and prepares those of evaluation. Call it when the run's folder exists.
+        Raises DataError."""
+        if self.store is not None and self.has_images:
+            self.store.writes = True
+            for source, samples in self.taken:
+                source.store_images(samples, self.store)
+
+    def restore_images(self, prompts: Sequence[Prompt]) -> None:
+        """Prepares the images of prompts that the ledger has, where they are lost. Raises DataError if an image has
+        changed since."""
+        if self.store is not None:
+            self.samples.store_images(prompts, self.store)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some samples of training or evaluation have images."""
+        return self.samples.has_images or any(each.images for each in (*self.held_out, *self.validation))
+
+
+def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer: "Tokenizer", images: Path) -> RunData:
     """Opens the data of training and evaluation.
 
     Args:
         models: the sizes of all models, by role.
+        images: folder in which `store_images` will keep the images of samples.
 
     Raises:
         DataError: a dataset or row cannot be used.
         RewardFunctionError: a reward function requires a column that a dataset does not have.
-        RunRefused: the chat template and the tools of an environment do not fit.
+        ImageProcessorError: the policy reads images, and its image processor cannot be loaded.
+        RunRefused: the chat template and the tools of an environment do not fit, or a model that is trained on images
+            reads none.
     """
-    options = source_options(config)
+    store = ImageStore(images, writes=False)  # the run does not exist yet
+    options = with_images(source_options(config), config.model, tokenizer, store)
     limit = _training_limit(config, models)
     samples = open_training_source(config.data_kind, config.data, tokenizer, config.seed, limit, options)
-    data = RunData(samples)
+    data = RunData(samples, store=store)
     if config.held_out_samples is not None:
-        data.validation = _open_validation(config, config.held_out_samples, samples, models, tokenizer, options)
+        source, data.validation = _open_validation(config, config.held_out_samples, samples, models, tokenizer, options)
+        data.taken.append((source, data.validation))
     if config.generation is not None:
         data.scored += [data_columns(part.path, part.columns, *part.take(0, 1)) for part in samples.parts]
     if config.evaluation is not None:
         prompt_limit = _evaluation_limit(config, models)
-        data.held_out, columns = open_held_out(config, config.evaluation, prompt_limit, tokenizer, options)
-        data.scored.append(columns)
+        held_out = open_held_out(config, config.evaluation, prompt_limit, tokenizer, options)
+        data.held_out, data.taken = held_out.prompts, [*data.taken, (held_out.source, held_out.prompts)]
+        data.scored.append(held_out.columns)
     if config.reward is not None:
         check_term_columns(config.reward.terms, data.scored)
     first = [part.take(0, 1)[0] for part in samples.parts] if config.generation is not None else data.held_out[:1]
     _check_reward_models(config, [*first, *data.held_out[:1]])
     data.turns = turn_tokenizer(config, tokenizer, options, first)
+    if data.has_images:
+        _check_roles_read_images(config)
     return data
+
+
+def with_images(
+    options: SourceOptions, model: ModelConfig, tokenizer: "Tokenizer", images: ImageStore | None
+) -> SourceOptions:
+    """The options with the image processor of a model that reads images. Raises ImageProcessorError."""
+    folder = resolve_folder(model.path, model.revision, weights=False)
+    return replace(options, images=load_image_processor(model, tokenizer, folder), image_store=images)
+
+
+def _check_roles_read_images(config: RunConfig) -> None:
+    """Raises RunRefused if a role gets rows with images and its model reads none."""
+    for role in config.train_roles:
+        if role.model.head == "score":
+            raise RunRefused(
+                f"the data has images, and the model of the {role.name}, which has a score head, reads none: take "
+                "recipe sft, preference or grpo, or data without images"
+            )
 
 
 def open_validation(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer: "Tokenizer") -> list[Any]:
@@ -80,7 +145,7 @@ def open_validation(config: RunConfig, models: Mapping[str, ModelFacts], tokeniz
     if validation.fraction is not None:
         limit = _training_limit(config, models)
         samples = open_training_source(config.data_kind, config.data, tokenizer, config.seed, limit, options)
-    return _open_validation(config, validation, samples, models, tokenizer, options)
+    return _open_validation(config, validation, samples, models, tokenizer, options)[1]
 
 
 def _check_reward_models(config: RunConfig, prompts: Sequence[Prompt]) -> None:
@@ -101,17 +166,17 @@ def _open_validation(
     models: Mapping[str, ModelFacts],
     tokenizer: "Tokenizer",
     options: SourceOptions,
-) -> list[Any]:
-    """The samples on which the objective is measured. A share of the training data is taken out of `samples`, which is
-    only needed for one."""
+) -> tuple[SampleSource[Any], list[Any]]:
+    """The samples on which the objective is measured, and where they are from. A share of the training data is taken
+    out of `samples`, which is only needed for one."""
     if validation.fraction is not None:
         assert samples is not None
-        return samples.hold_out(validation.fraction)[: validation.samples]
+        return samples, samples.hold_out(validation.fraction)[: validation.samples]
     assert validation.data is not None
     data, limit = validation.data.model_copy(update={"shuffle": False}), _training_limit(config, models)
     limit = replace(limit, field="validation.data")
     source = open_source(config.data_kind, load_rows(data), data, tokenizer, config.seed, limit, options)
-    return source.take(0, min(len(source), validation.samples or len(source)))
+    return source, source.take(0, min(len(source), validation.samples or len(source)))
 
 
 def source_options(config: RunConfig) -> SourceOptions:
@@ -125,8 +190,8 @@ def source_options(config: RunConfig) -> SourceOptions:
 
 def open_held_out(
     config: RunConfig, evaluation: EvaluationConfig, limit: LengthLimit, tokenizer: "Tokenizer", options: SourceOptions
-) -> tuple[list[Prompt], DataColumns]:
-    """Returns the prompts of an evaluation, and the columns of their dataset.
+) -> HeldOutPrompts:
+    """Returns the prompts of an evaluation.
 
     Args:
         limit: the longest prompt.
@@ -135,7 +200,7 @@ def open_held_out(
     held_out = evaluation.data.model_copy(update={"shuffle": False})
     source = open_source("prompts", load_rows(held_out), held_out, tokenizer, config.seed, limit, options)
     prompts = source.take(0, min(len(source), evaluation.prompts or len(source)))
-    return prompts, data_columns(held_out.path, source.columns, prompts[0])
+    return HeldOutPrompts(source, prompts, data_columns(held_out.path, source.columns, prompts[0]))
 
 
 def turn_tokenizer(

@@ -12,6 +12,7 @@ from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.cluster import LocalClusterConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.run_config import RunConfig
+from lockstep.data.images.image_store import IMAGE_FOLDER
 from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rewards.scoring_messages import DataColumns
@@ -56,7 +57,7 @@ def open_session(
     """
     name = new_run_id(config.name)
     limits = config.cluster if config.cluster.kind == "local" else LocalClusterConfig(device=config.cluster.device)
-    specs = engine_specs(config, model, limits)
+    specs = engine_specs(config, model, limits, scratch / IMAGE_FOLDER)
     with ExitStack() as closing:
         closing.callback(shutil.rmtree, run_shm_dir(name), ignore_errors=True)
         open_beacon(name, "controller", "controller", 0)
@@ -69,14 +70,18 @@ def open_session(
         closing.callback(engines.close)
         rewards = None
         if scored is not None and config.reward is not None:
-            rewards = ScorerPool(cluster, config.reward, data=scored)
+            rewards = ScorerPool(cluster, config.reward, data=scored, images=scratch / IMAGE_FOLDER)
             rewards.start()
         yield EngineSession(engines, rewards, cluster.describe_worker)
 
 
-def engine_specs(config: RunConfig, model: ModelConfig, limits: LocalClusterConfig) -> list[WorkerSpec]:
+def engine_specs(config: RunConfig, model: ModelConfig, limits: LocalClusterConfig, images: Path) -> list[WorkerSpec]:
     """The engines that the config asks for, at most as many as this host has GPUs for. Raises RunRefused if it has not
-    enough for one."""
+    enough for one.
+
+    Args:
+        images: the folder of the prepared images of prompts.
+    """
     host, engine = host_resources(limits), config.rollout.engine
     width, count = engine.tensor_parallel_size if engine.kind == "vllm" else 1, engine.count
     if host.device == "cuda":
@@ -87,6 +92,7 @@ def engine_specs(config: RunConfig, model: ModelConfig, limits: LocalClusterConf
         "model": model.model_dump(mode="json"),
         "engine": engine.model_dump(mode="json", exclude={"count"}),
         "threads": engine.threads or max(1, host.cores // count),
+        "images": str(images),
     }
     devices = [f"cuda:{rank * width}" if host.device == "cuda" else "cpu" for rank in range(count)]
     # A forked process cannot use CUDA that its parent has initialised, so workers with a GPU are not forked.

@@ -17,6 +17,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.data.dataset_format import DatasetFormat
 from lockstep.data.dataset_rows import DataError, DatasetRow, DatasetRows, TableRows
 from lockstep.data.datasets import load_rows
+from lockstep.data.images.image_store import IMAGE_FOLDER, ImageStore
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
 from lockstep.data.sample_sources import SampleSource
@@ -27,7 +28,7 @@ from lockstep.rewards.scoring_messages import DataColumns
 from lockstep.rollout.vllm.vllm_setup import check_installed
 from lockstep.run.errors import RunRefused
 from lockstep.run.evaluation.evaluator import sample_groups
-from lockstep.run.planning.run_data import source_options, turn_tokenizer
+from lockstep.run.planning.run_data import source_options, turn_tokenizer, with_images
 from lockstep.run.run_reporter import startup_status
 from lockstep.run.trained_models.engine_session import EngineSession, open_session
 from lockstep.run.trained_models.model_source import (
@@ -96,6 +97,11 @@ class LoadedModel:
     steps: int
     """The number of steps after which it was taken from its run; 0 if unknown."""
     scratch: Path
+
+    @property
+    def images(self) -> Path:
+        """The folder of the prepared images of prompts."""
+        return self.scratch / IMAGE_FOLDER
 
     @property
     def label(self) -> str:
@@ -195,6 +201,7 @@ def generate(
         tokenizer, options = load_tokenizer(loaded.model), source_options(config)
         # Rewards are not computed, so prompts need no answers.
         shown = SourceOptions(False, options.tools, options.open_turn)
+        shown = with_images(shown, loaded.model, tokenizer, ImageStore(loaded.images))
         from_run = prompts.dataset == "train" and loaded.target.run is not None
         data, rows = (None, None) if from_run else _prompt_rows(loaded, prompts, bool(tokenizer.chat_template))
         common = tokenizer, config.seed, loaded.prompt_limit(chosen, "data"), shown

@@ -10,6 +10,7 @@ import numpy as np
 from lockstep.config.data import DatasetConfig
 from lockstep.config.reward import RewardConfig
 from lockstep.config.run_config import EvaluationConfig, RunConfig
+from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import Group
 from lockstep.models.model_loader import load_tokenizer
 from lockstep.rewards.reward_metrics import pass_at_k
@@ -22,7 +23,7 @@ from lockstep.run.evaluation.evaluator import (
     sample_groups,
     score_groups,
 )
-from lockstep.run.planning.run_data import open_held_out, source_options
+from lockstep.run.planning.run_data import open_held_out, source_options, with_images
 from lockstep.run.trained_models.generation import (
     SamplingChoice,
     ShowStatus,
@@ -109,9 +110,11 @@ def evaluate_model(request: EvaluationRequest, status: ShowStatus = lambda text:
         if config.reward is not None:
             check_terms(config.reward.terms)
             _refuse_served_models(config.reward)
-        tokenizer, options = load_tokenizer(loaded.model), source_options(config)
+        tokenizer = load_tokenizer(loaded.model)
+        options = with_images(source_options(config), loaded.model, tokenizer, ImageStore(loaded.images))
         limit = loaded.prompt_limit(sampling, "evaluation.data")
-        prompts, columns = open_held_out(config, config.evaluation, limit, tokenizer, options)
+        held_out = open_held_out(config, config.evaluation, limit, tokenizer, options)
+        prompts, columns = held_out.prompts, held_out.columns
         if config.reward is not None:
             check_term_columns(config.reward.terms, [columns])
         if config.reward is None and all(prompt.answer is None for prompt in prompts):

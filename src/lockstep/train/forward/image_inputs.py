@@ -83,19 +83,16 @@ class ImageInputs:
         Raises:
             ImageUnavailable: an image is not in the store.
         """
-        if batch.images is None:
-            return batch.layout(), {}
+        placed = batch.images or []
         assert isinstance(policy, VisionPolicyModel)
         if self.constant:
-            if not batch.images:
+            if not placed:
                 return batch.layout(), {}
-            prepared, images = self._known_row(policy, batch, batch.images)
+            prepared, images = self._known_row(policy, batch, placed)
         else:
-            prepared = [self._store.get(image.digest) for image in batch.images]
-            images = row_images(prepared or [self._smallest], batch.images, self._device)
-        return policy.row_layout(batch.lengths.tolist(), batch.parents.tolist(), batch.images, prepared), {
-            "images": images
-        }
+            prepared = [self._store.get(image.digest) for image in placed]
+            images = row_images(prepared or [self._smallest], placed, self._device)
+        return policy.row_layout(batch.lengths.tolist(), batch.parents.tolist(), placed, prepared), {"images": images}
 
     @cached_property
     def _smallest(self) -> PreparedImage:

@@ -65,5 +65,5 @@ def _same_row(a: MicroBatch[np.ndarray], b: MicroBatch[np.ndarray]) -> bool:
     return same and _digests(a) == _digests(b)
 
 
-def _digests(row: MicroBatch[np.ndarray]) -> list[str] | None:
-    return None if row.images is None else [image.digest for image in row.images]
+def _digests(row: MicroBatch[np.ndarray]) -> list[str]:
+    return [image.digest for image in row.images or ()]

@@ -37,7 +37,7 @@ class ForwardSettings:
         """
         if self.images is not None:
             return self.images.row(model, batch)
-        if batch.images is not None:
+        if batch.images:
             raise RuntimeError("a row has images, but this rank was started without the folder of the run's images")
         return batch.layout(), {}
 
