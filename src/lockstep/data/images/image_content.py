@@ -50,22 +50,22 @@ def place_images(prompt: _Content, values: Sequence[Any], column: str | None) ->
 
     Args:
         values: the images of the row's column, which parts and markers stand for in this order.
-        column: its name, for messages.
+        column: its name; None if the data has no such column: then markers are text.
 
     Raises:
         BadRow: there are more or fewer parts or markers than images, or a part is a video or a sound.
     """
     if isinstance(prompt, str):
-        found = prompt.count(MARKER)
-        if values and found not in (0, len(values)):
+        found = prompt.count(MARKER) if values or column is not None else 0
+        if found not in (0, len(values)):
             raise _mismatch(column, found, len(values))
         return (prompt if found else MARKER * len(values) + prompt), list(values)
     if any(_is_image(part) for part in _parts_of(prompt)):
         return _fill_parts(prompt, list(values), column)
-    if not values:
+    if not values and column is None:
         return prompt, []
     found = sum(text.count(MARKER) for message in prompt for text in _marked_texts(message))
-    if found == 0:
+    if found == 0 and values:
         return _put_first(prompt, len(values), column), list(values)
     if found != len(values):
         raise _mismatch(column, found, len(values))
