@@ -30,6 +30,8 @@ class RowImages:
     """int64 `[features]`: the tokens of the row whose embeddings the features replace, in the order of the features."""
     real: bool
     """False for a row without an image: its features are multiplied by 0."""
+    features: "ImageFeatures | None" = None
+    """What the tower and the projector compute of the inputs, if that is known already."""
 
 
 @dataclass(slots=True)

@@ -111,7 +111,7 @@ class VisionPolicyModel(PolicyModel):
             raise ValueError(f"a row with images was given, but {self.layout_refusal}")
         # Some models' placeholder has no embedding. Elsewhere than at the places, it is text.
         embeddings: Tensor = self.lm.get_input_embeddings()(tokens.index_fill(0, images.places, 0))
-        features = image_features(self.lm, images.inputs)
+        features = images.features or image_features(self.lm, images.inputs)
         if not images.real:
             # Within the graph, so that backward calls the tower's hooks as often on every rank.
             embeddings = embeddings + sum((rows * 0).sum() for rows in (features.rows, *(features.deepstack or [])))
