@@ -8,16 +8,21 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from lockstep.config.model import ModelConfig
+from lockstep.data.images.image_processor import load_image_processor
 from lockstep.data.samples import PlacedImage
 from lockstep.models.errors import ModelError
-from lockstep.models.hf_checkpoint import fill_policy
-from lockstep.models.model_loader import load_policy
+from lockstep.models.hf_checkpoint import SafetensorsCheckpoint, fill_policy, named_weights
+from lockstep.models.model_loader import load_policy, load_tokenizer
 from lockstep.models.packing_probe import probe_packing
 from lockstep.models.vision.row_images import ImageFeatures, image_features, row_images
 from lockstep.models.vision.tiny_families import VISION_FAMILIES
 from lockstep.models.vision.vision_policy import VisionPolicyModel
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.lazy_weights import LazyWeight
+from lockstep.train.model_export import export_model
 from tests.contract.vision_samples import SIZES, VisionPrompt, VisionSamples, picture
 
 UNMARKED = ("qwen3_vl", "gemma3")
@@ -210,3 +215,29 @@ def test_the_layers_are_those_of_the_language_model(samples: VisionSamples) -> N
     inside = {id(parameter) for parameter in policy.tower.parameters()}
     assert len(policy.layers) == SIZES["layers"]
     assert not inside & {id(parameter) for layer in policy.layers for parameter in layer.parameters()}
+
+
+def test_an_export_is_the_same_model_for_transformers(samples: VisionSamples, tmp_path) -> None:
+    """With the names on disk of the original, and with its processor and chat template."""
+    model = ModelConfig(path=str(samples.folder))
+    policy = load_policy(model, "cpu", meta=True)
+    fill_policy(policy, samples.folder, "cpu")
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.01)
+    weights = {name: LazyWeight(tuple(w.shape), lambda w=w: w.detach()) for name, w in named_weights(policy)}
+    export_model(tmp_path / "out", policy, weights, model, torch.float32, ParallelContext())
+    exported, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert all(torch.equal(value, policy.lm.state_dict()[name]) for name, value in exported.state_dict().items())
+    with SafetensorsCheckpoint(samples.folder) as before, SafetensorsCheckpoint(tmp_path / "out") as after:
+        assert before.names == after.names
+    again = ModelConfig(path=str(tmp_path / "out"))
+    images = load_image_processor(again, load_tokenizer(again))
+    assert images is not None
+    prompt = forest(samples)[0][0]
+    image = picture(28, 20, 0)
+    assert images.digest(b"x") == samples.images.digest(b"x")
+    found = images.prepare(image, prompt.prepared[0].digest)
+    assert all((found.inputs[name] == value).all() for name, value in prompt.prepared[0].inputs.items())
+    assert load_tokenizer(again).chat_template == samples.tokenizer.chat_template

@@ -104,7 +104,7 @@ def test_the_last_layer_computes_only_the_subset() -> None:
     layout = RowLayout([64, 4, 4], [-1, 0, 0])
     subset = policy._query_subset(layout, torch.tensor([63, 64, 65, 63, 68]))
     assert subset is not None and subset.index.tolist() == [63, 64, 65, 68]
-    assert policy._hidden(torch.arange(72), layout, subset).shape[0] == 4
+    assert policy._hidden({"input_ids": torch.arange(72)[None]}, layout, subset).shape[0] == 4
 
 
 def test_unknown_layers_keep_their_forward() -> None:
