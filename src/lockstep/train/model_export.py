@@ -36,6 +36,8 @@ from lockstep.watch.beacon.writer import current_beacon
 
 DIGESTS_LIMIT_S = 600.0
 """Limit for the digests of one file, whose tensors are in memory."""
+_COPIED_FILES = ("*.py", "generation_config.json", "*processor_config.json")
+"""Files that an export has from the model's folder as they are. Training changes none of them."""
 MAX_FILE_BYTES = 5_000_000_000
 """Largest safetensors file, unless a single weight is larger."""
 
@@ -187,7 +189,8 @@ def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> dict[
 def _write_config_and_tokenizer(
     folder: Path, policy: PolicyModel, model: ModelConfig, dtype: torch.dtype, added: Mapping[str, Any]
 ) -> None:
-    """Writes config, generation config, tokenizer, and the code of a model with remote code."""
+    """Writes config, generation config, tokenizer, the settings of an image processor, and the code of a model with
+    remote code."""
     source = resolve_folder(model.path, model.revision)
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
@@ -202,7 +205,7 @@ def _write_config_and_tokenizer(
     with quiet_transformers():
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    for path in sorted([*source.glob("*.py"), *source.glob("generation_config.json")]):
+    for path in sorted(path for pattern in _COPIED_FILES for path in source.glob(pattern)):
         shutil.copyfile(path, folder / path.name)
 
 
