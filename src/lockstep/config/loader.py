@@ -15,6 +15,7 @@ from lockstep.config.errors import ConfigError, ConfigProblem
 from lockstep.config.other_frameworks import counterpart_of, describe_counterpart
 from lockstep.config.recipes import RECIPES
 from lockstep.config.run_config import RunConfig
+from lockstep.config.trainer import read_deepspeed_file
 from lockstep.config.yaml_text import MalformedYaml, parse_yaml, read_yaml_text
 
 
@@ -216,8 +217,19 @@ def _set_override(values: Any, path: list[str], value: Any, override: str) -> No
             values[key] = value
         elif isinstance(values, dict) and not isinstance(values.get(key), (dict, list)):
             given = values.get(key)
-            values[key] = {"kind": given} if isinstance(given, str) else {}
+            values[key] = _expand_section(path[: index + 1], given) if isinstance(given, str) else {}
         values = values[key]
+
+
+def _expand_section(path: list[str], given: str) -> Any:
+    """The content of a section that is written as one word, before an override changes a part of it: of a DeepSpeed
+    file, or a kind."""
+    if path[-2:] != ["trainer", "deepspeed"]:
+        return {"kind": given}
+    try:
+        return read_deepspeed_file(given)
+    except ValueError as error:
+        raise ConfigError("command line", [ConfigProblem(".".join(path), str(error))]) from error
 
 
 def _is_follow_up(item: Any, items: Sequence[Any]) -> bool:

@@ -72,6 +72,15 @@ TRAINER_KINDS = ["fsdp2", "deepspeed"]
 """The names of the kinds of trainers. `lockstep.train.trainer_kinds.TRAINERS` has their implementations."""
 
 
+def read_deepspeed_file(name: str) -> Any:
+    """Returns the content of a DeepSpeed JSON file. Raises ValueError if it cannot be read, or is not JSON."""
+    path = Path(name).expanduser()
+    try:
+        return read_json(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}; give the path of a JSON file") from error
+
+
 class TrainerConfig(Section):
     kind: str = "fsdp2"
     """How the model is trained on several ranks: `fsdp2` shards parameters, gradients and optimizer state; `deepspeed`
@@ -120,15 +129,7 @@ class TrainerConfig(Section):
     @classmethod
     def _read_deepspeed(cls, value: Any) -> Any:
         """Reads the settings' file, so that ranks on other hosts need not see it."""
-        if not isinstance(value, str):
-            return value
-        path = Path(value).expanduser()
-        try:
-            return read_json(path)
-        except OSError as error:
-            raise ValueError(
-                f"{path} cannot be read: {error.strerror or error}; give the path of a JSON file"
-            ) from error
+        return read_deepspeed_file(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_deepspeed(self) -> Self:

@@ -200,6 +200,17 @@ def test_overrides_of_unknown_fields_are_refused(override: str) -> None:
         check_config(apply_overrides(grpo(), [override]), "test")
 
 
+def test_overrides_change_a_part_of_settings_that_are_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
+    values = grpo() | {"trainer": {"kind": "deepspeed", "deepspeed": str(file)}}
+    changed = apply_overrides(values, ["trainer.deepspeed.zero_optimization.stage=3"])
+    assert changed["trainer"]["deepspeed"] == {"zero_optimization": {"stage": 3, "overlap_comm": True}}
+    missing = grpo() | {"trainer": {"kind": "deepspeed", "deepspeed": "missing.json"}}
+    with pytest.raises(ConfigError, match=r"trainer\.deepspeed: missing\.json cannot be read"):
+        apply_overrides(missing, ["trainer.deepspeed.zero_optimization.stage=3"])
+
+
 def test_overrides_leave_the_given_mapping_alone() -> None:
     values = grpo()
     apply_overrides(values, ["model.path=other"])

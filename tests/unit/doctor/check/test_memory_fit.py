@@ -1,11 +1,14 @@
 """Memory and time of a config, against formulas written out by hand, and time-outs that are too short."""
 
+import json
+import re
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.config.loader import accepts_overrides, check_config
+from lockstep.config.loader import accepts_overrides, check_config, load_config
 from lockstep.config.recipes import GRPOConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import TrainerConfig
@@ -106,6 +109,28 @@ def test_deepspeed_runs_get_the_lowest_stage_that_fits(usable_gb: int, ranks: in
     words += [f"{path}.{name}.device=cpu" for name in expected if name != "stage"]
     assert " with ".join(words) in refused.fix
     assert judged(zero | expected).severity == "ok"
+
+
+def test_what_is_suggested_can_be_set_where_the_settings_are_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "zero2.json"
+    file.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}, "bf16": {}}')
+    trainer = {"kind": "deepspeed", "deepspeed": str(file)}
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(json.dumps(BASE | {"trainer": trainer, "token_budget": 2048}))
+
+    def needs(role: TrainRole, token_budget: int) -> dict[str, int]:
+        return DeepSpeedPlanner().memory(role, FACTS, token_budget)
+
+    memory = ProcessMemory("cuda", int(20e9 / (1 - memory_fit.RESERVE)))
+    refused = by_id(memory_fit.judge_memory(load_config(run_file), needs, SHAPE, memory))["memory-policy"]
+    suggested = re.findall(r"trainer\.deepspeed\.[\w.]+=\w+", refused.fix)
+    assert refused.severity == "error" and len(suggested) == 3
+    changed = load_config(run_file, suggested)
+    assert changed.trainer.deepspeed == {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "bf16": {},
+    }
+    assert by_id(memory_fit.judge_memory(changed, needs, SHAPE, memory))["memory-policy"].severity == "ok"
 
 
 @pytest.mark.parametrize("reshards", [True, False])
