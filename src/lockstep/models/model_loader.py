@@ -34,6 +34,7 @@ from lockstep.models.hf_checkpoint import fill_head, resolve_folder
 from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.policy_model import PolicyModel, supports_forest_attention
 from lockstep.models.score_model import HEAD_WEIGHT, ScoreModel
+from lockstep.models.vision.model_parts import freeze_parts
 from lockstep.models.vision.vision_policy import VisionPolicyModel, is_vision_config
 
 _QUANTIZATION_FIELD = "model.quantization.kind"
@@ -157,7 +158,7 @@ def load_model_config(cfg: ModelConfig) -> Any:
 def load_policy(
     cfg: ModelConfig, device: torch.device | str, meta: bool = False, dtype: torch.dtype | None = None
 ) -> PolicyModel:
-    """Loads the model as a `PolicyModel`, in evaluation mode.
+    """Loads the model as a `PolicyModel`, in evaluation mode. Parts that `model.vision` does not train are frozen.
 
     Args:
         device: the device of parameters and buffers.
@@ -166,7 +167,7 @@ def load_policy(
         dtype: precision of the parameters, such as float32 for master weights; None: the configured compute precision.
 
     Raises:
-        ModelError: the checkpoint lacks weights, or the architecture is not supported.
+        ModelError: the checkpoint lacks weights, the architecture is not supported, or all parts of it are frozen.
     """
     dtype = dtype or resolve_dtype(cfg.dtype, device)
     config = _load_supported_config(cfg)
@@ -179,6 +180,7 @@ def load_policy(
         raise ModelError("model.path", cfg.path, f"{type(lm).__name__}: {error.problem}", error.remedy) from error
     if isinstance(policy, ScoreModel) and not meta:
         fill_head(policy, resolve_folder(cfg.path, cfg.revision), seed=None)
+    freeze_parts(policy, cfg.vision)
     policy.eval()
     return policy
 
@@ -196,6 +198,7 @@ def load_quantized_policy(cfg: ModelConfig, device: torch.device, dtype: torch.d
     policy = _wrapper(cfg, config)(
         _load_from_checkpoint(cfg, config, dtype, quantization_config=settings, device_map={"": device})
     )
+    freeze_parts(policy, cfg.vision)
     policy.eval()
     return policy
 

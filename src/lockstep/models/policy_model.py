@@ -12,6 +12,7 @@ from lockstep.models.attention_plan import QuerySubset
 from lockstep.models.errors import ModelError
 from lockstep.models.fused_decoder import FusedDecoder, UnsupportedLayers
 from lockstep.models.logprob_head import LogitTransform, split_head, target_logprobs, target_renyi_entropies
+from lockstep.models.vision.model_parts import ModelPart
 
 _PEFT_LAYER = "base_layer."
 _LM_PREFIX = "lm."
@@ -36,6 +37,8 @@ class PolicyModel(nn.Module):
         self._backbone_name, self.transform = self._split(lm)
         self.layout_refusal = _layout_refusal(lm, self.backbone)
         """Why the model cannot take rows of several segments; None if `probe_packing` has to find out."""
+        self.frozen_parts: frozenset[ModelPart] = frozenset()
+        """Parts that are not trained, not even by an adapter."""
         self.fused_decoder: FusedDecoder | None = None
         """The fused forward of the layers; None unless `fuse_layers` succeeded."""
 

@@ -36,6 +36,8 @@ class EngineService:
         weights: folder of a weight store with the initial weights, instead of those in `model.path`.
         version: version of the initial weights.
         sleeps: whether the engine shares its device, and will be called to sleep.
+        images: folder of the prepared images of prompts (see `lockstep.data.images.image_store`); requests with images
+            are refused if it is None.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class EngineService:
         weights: str | None = None,
         version: int = 0,
         sleeps: bool = False,
+        images: str | None = None,
     ) -> None:
         current_beacon().stage("load")
         self._outbox = Outbox()
@@ -55,7 +58,8 @@ class EngineService:
         self._collecting: list[tuple[int, float, DeferredResult[CompletionBatch]]] = []
         """Open `collect` calls: ack, hold_s, and the deferred answer."""
         config: EngineConfig = TypeAdapter(EngineConfig).validate_python(engine)
-        self._engine = make_engine(ModelConfig.model_validate(model), config, device, threads, reader, version, sleeps)
+        settings = ModelConfig.model_validate(model), config, device, threads, reader, version, sleeps, images
+        self._engine = make_engine(*settings)
         if weights is not None:
             self._engine.load_weights(Path(weights), version)
         self._show_stage()
@@ -221,6 +225,7 @@ def make_engine(
     reader: str | None = None,
     version: int = 0,
     sleeps: bool = False,
+    images: str | None = None,
 ) -> RolloutEngine:
     """Makes the engine that the config selects. Other engines are not imported.
 
@@ -237,4 +242,5 @@ def make_engine(
 
     if config.malloc == "tuned":
         tune_malloc()
-    return BuiltinEngine.from_config(model, config, device, None if reader is None else open_reader(reader), version)
+    weights = None if reader is None else open_reader(reader)
+    return BuiltinEngine.from_config(model, config, device, weights, version, images)

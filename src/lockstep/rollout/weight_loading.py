@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base import waits
+from lockstep.models.vision.model_parts import parameter_parts
 from lockstep.models.weight_conversion import CheckpointNames
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.watch.beacon.writer import current_beacon
@@ -95,7 +96,8 @@ def open_receiver(where: Mapping[str, Any]) -> WeightReceiver:
 
 class ExpectedParameters:
     """The parameters that a version must have: those of the model in transformers. Tied weights must be there once,
-    under any of their names."""
+    under any of their names. Of a vision-language model, a version has the parts that are trained: vision tower,
+    projector, language model; each completely or not at all."""
 
     def __init__(self, lm: nn.Module) -> None:
         """`lm` may be on the meta device."""
@@ -103,12 +105,16 @@ class ExpectedParameters:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._parameter_ids = {name: id(parameter) for name, parameter in parameters.items()}
         """Tied weights have the same id."""
+        self._part_of = parameter_parts(lm)
+        """The part of each parameter, by its id."""
 
     def check(self, tensors: Mapping[str, HasShape]) -> None:
         """Raises WeightsMismatch for other names or shapes."""
         unknown = sorted(set(tensors) - set(self.shapes))
         present = {self._parameter_ids[name] for name in tensors if name in self._parameter_ids}
-        missing = sorted(name for name, each in self._parameter_ids.items() if each not in present)
+        arriving = {self._part_of[each] for each in present} or set(self._part_of.values())
+        absent = (name for name, each in self._parameter_ids.items() if each not in present)
+        missing = sorted(name for name in absent if self._part_of[self._parameter_ids[name]] in arriving)
         for name in sorted(set(tensors) & set(self.shapes)):
             actual, expected = tuple(tensors[name].shape), self.shapes[name]
             if actual != expected:

@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import BuiltinEngineConfig as EngineConfig
+from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import Completion
 from lockstep.models.model_loader import context_length, load_policy, load_tokenizer
-from lockstep.rollout.builtin.prompt_images import ImageSource
+from lockstep.models.vision.vision_policy import is_vision_config
+from lockstep.rollout.builtin.prompt_images import ModelImages
 from lockstep.rollout.builtin.runner_choice import choose_runner
 from lockstep.rollout.builtin.sampler import SamplingRows, sample_tokens
 from lockstep.rollout.builtin.scheduler import DecodeRows, Scheduler, StopChecker
@@ -28,12 +30,15 @@ log = logging.getLogger(__name__)
 class BuiltinEngine:
     """Any causal language model of transformers, on the CPU or one GPU. Implements `RolloutEngine`.
 
+    The vision tower of a vision-language model computes the features of a prompt's images when the prompt is prefilled,
+    once per group, with the weights of that moment. Tokens that the model generates are text, whatever their ids.
+
     New weights are loaded between two decode steps. Running rows keep their keys and values, and their later tokens
     carry the new version. The recorded log-probabilities are those of the distribution that was sampled from. Prompts
     of later requests are prefilled with the new weights.
 
     Args:
-        lm: an `AutoModelForCausalLM`, on its device and in its precision.
+        lm: an `AutoModelForCausalLM` or `AutoModelForImageTextToText`, on its device and in its precision.
         tokenizer: decodes stop strings and the completions' text.
         max_rows: the largest number of requests that are decoded together.
         cache_tokens: limit of the KV cache in tokens; it grows as needed if None.
@@ -41,7 +46,7 @@ class BuiltinEngine:
         reader: reads versions for `load_weights`.
         version: version of the weights in `lm`.
         prefix_cache: size of the cache of ended sequences (see `Request.keep`), as a share of `cache_tokens`.
-        images: computes the features of images, with the weights of `lm`; requests have none if it is None.
+        images: the prepared images of requests; their requests are refused if it is None.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class BuiltinEngine:
         reader: WeightReader | None = None,
         version: int = 0,
         prefix_cache: float = 0.5,
-        images: ImageSource | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         self.version = version
         self.lm = lm.eval().requires_grad_(False)
@@ -66,7 +71,9 @@ class BuiltinEngine:
         self._rows = DecodeRows(max_rows)
         self._scheduler = Scheduler(cache_tokens)
         self._stops = StopChecker(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
-        self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache, images)
+        self._images = images
+        source = ModelImages(lm, images) if images is not None and is_vision_config(lm.config) else None
+        self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache, source)
         self._expected = ExpectedParameters(lm)
         self._receiver: WeightReceiver | None = None
         self._sampling: SamplingRows | None = None
@@ -81,13 +88,15 @@ class BuiltinEngine:
         device: str = "cpu",
         reader: WeightReader | None = None,
         version: int = 0,
+        images: str | None = None,
     ) -> "BuiltinEngine":
-        """Loads model and tokenizer. Raises ModelError."""
+        """Loads model and tokenizer. `images` is the folder of prepared images. Raises ModelError."""
         chosen = model.model_copy(update={"dtype": engine.dtype}) if engine.dtype != "auto" else model
         lm = load_policy(chosen, device).lm
         tokenizer = load_tokenizer(model)
         sizes = engine.max_rows, engine.cache_tokens, model.max_length
-        return cls(lm, tokenizer, *sizes, reader, version, engine.prefix_cache)
+        store = None if images is None else ImageStore(Path(images))
+        return cls(lm, tokenizer, *sizes, reader, version, engine.prefix_cache, store)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
@@ -96,6 +105,8 @@ class BuiltinEngine:
         for request in requests:
             check_request(request, first.setdefault(request.group, request), ids, self.context, self._vocabulary)
             self._check_fits_cache(request)
+            if first[request.group] is request:
+                self._check_images(request)
             ids.add(request.id)
         self._ids = ids
         self._scheduler.add(requests)
@@ -195,6 +206,19 @@ class BuiltinEngine:
         needed = len(request.prompt) + request.max_tokens
         if self._cache_tokens is not None and needed > self._cache_tokens:
             raise BadRequest(request.id, f"needs {needed} tokens of KV cache, but the engine has {self._cache_tokens}")
+
+    def _check_images(self, request: Request) -> None:
+        if not request.images:
+            return
+        if not is_vision_config(self.lm.config):
+            raise BadRequest(request.id, f"has images, but {type(self.lm).__name__} has no vision tower")
+        if self._images is None:
+            raise BadRequest(request.id, "has images, but the engine was started without the folder of prepared images")
+        for image in request.images:
+            if image.digest not in self._images:
+                raise BadRequest(
+                    request.id, f"has image {image.digest}, but {self._images.path(image.digest)} does not exist"
+                )
 
     def _admit(self) -> None:
         new = self._scheduler.admit(self._rows, self.version)

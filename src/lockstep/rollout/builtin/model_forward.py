@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lockstep.models.vision.vision_policy import is_vision_config
 from lockstep.rollout.builtin.cached_attention import ATTENTION_NAME, ForwardBatch
 from lockstep.rollout.builtin.prompt_images import MergedImages
 
@@ -65,15 +66,10 @@ def decode_embeddings(lm: Any, tokens: Tensor, positions: Tensor, images: Merged
     return hidden
 
 
-def has_vision(lm: Any) -> bool:
-    """Whether the model has a vision tower."""
-    return hasattr(lm, "get_image_features")
-
-
 def use_cached_attention(lm: Any) -> None:
     """Makes the model use `engine_attention`, except for its vision tower. Raises ValueError if its class does not
     allow that."""
-    (lm.get_decoder() if has_vision(lm) else lm).set_attn_implementation(ATTENTION_NAME)
+    (lm.get_decoder() if is_vision_config(lm.config) else lm).set_attn_implementation(ATTENTION_NAME)
 
 
 def use_plain_attention(lm: Any) -> None:

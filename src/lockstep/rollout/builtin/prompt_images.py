@@ -8,8 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.images.image_store import PreparedImage
+from lockstep.data.images.image_store import ImageStore, PreparedImage
 from lockstep.data.samples import PlacedImage
+from lockstep.models.vision.image_positions import attends_to_whole_images, prompt_positions
+from lockstep.models.vision.row_images import image_features, row_images
 
 
 @dataclass(slots=True)
@@ -62,13 +64,44 @@ class ImageSource(Protocol):
         """Computes the features of images, for the places that `images` have."""
 
 
+class ModelImages:
+    """Computes features with the model's own tower and projector. Implements `ImageSource`.
+
+    Args:
+        lm: a vision-language model of transformers.
+        store: has the prepared images.
+    """
+
+    def __init__(self, lm: Any, store: ImageStore) -> None:
+        self.lm, self.store = lm, store
+        self.bidirectional, self.three_axes = attends_to_whole_images(lm), has_three_axes(lm)
+
+    def read(self, images: Sequence[PlacedImage]) -> list[PreparedImage]:
+        return [self.store.get(image.digest) for image in images]
+
+    def positions(
+        self, prompt: np.ndarray, images: Sequence[PlacedImage], prepared: Sequence[PreparedImage]
+    ) -> np.ndarray | None:
+        found = prompt_positions(self.lm, prompt, images, prepared)
+        return None if found is None else found.numpy()
+
+    def features(self, images: Sequence[PlacedImage], prepared: Sequence[PreparedImage]) -> MergedImages:
+        joined = row_images(prepared, images, self.lm.device)
+        found = image_features(self.lm, joined.inputs)
+        return MergedImages(joined.places, found.rows, found.deepstack or ())
+
+
+def has_three_axes(lm: Any) -> bool:
+    """Whether the model's positions have three axes."""
+    return hasattr(lm.base_model, "get_rope_index")
+
+
 def image_spans(images: Sequence[PlacedImage], tokens: int) -> np.ndarray:
-    """Numbers the runs of adjacent places of each image: int64 `[tokens]`, -1 for other tokens."""
-    spans, number = np.full(tokens, -1, np.int64), 0
-    for image in images:
-        starts = np.diff(image.places, prepend=-2) != 1
-        spans[image.places] = number + np.cumsum(starts) - 1
-        number += int(starts.sum())
+    """Numbers the runs of adjacent places of images: int64 `[tokens]`, -1 for other tokens."""
+    spans = np.full(tokens, -1, np.int64)
+    if images:
+        places = np.concatenate([image.places for image in images])
+        spans[places] = np.cumsum(np.diff(places, prepend=-2) != 1) - 1
     return spans
 
 

@@ -19,6 +19,7 @@ from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
+from lockstep.models.vision.model_parts import ModelPart
 from lockstep.train.adapters.adapter_training import (
     InitialAdapter,
     adapter_dropout,
@@ -43,7 +44,7 @@ from lockstep.train.lazy_weights import gather_buckets, own_shards
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
 from lockstep.train.model_export import export_adapter, export_model
 from lockstep.train.objective import check_fields, make_objective
-from lockstep.train.optimizer import decay_groups, learning_rate, square_norm
+from lockstep.train.optimizer import learning_rates, lr_metrics, optimizer_groups, square_norm
 from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_protocol import BucketWeights, GatheredRows, ParameterInfo, ParameterShard, StepStats
 from lockstep.watch.beacon.writer import current_beacon
@@ -118,7 +119,7 @@ class DeepSpeedTrainer:
         """Returns every weight that engines receive, in the precision of the model's parameters."""
         return [
             ParameterInfo(name, tuple(full_shape(each)), str(each.dtype).removeprefix("torch."))
-            for name, each in self.merged_weights.weights.items()
+            for name, each in self.merged_weights.published.items()
         ]
 
     def probe_packing(self) -> PackingProbeResult:
@@ -171,29 +172,29 @@ class DeepSpeedTrainer:
         except (ArithmeticError, RuntimeError):
             self.state.discard_gradients()
             raise
-        lr = self.learning_rate()
+        rates = self.learning_rates()
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = rates[group["part"]]
         self.engine.step()
         recorder.raise_if_stalled()
         self.optimizer_step = step
         done = step - self.steps_before_run
         current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
-        return StepStats({**totals.values, "grad_norm": totals.square_norm**0.5, "lr": lr})
+        norm = totals.square_norm**0.5
+        return StepStats({**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)})
 
-    def learning_rate(self) -> float:
-        """Returns the learning rate of the next optimizer step."""
-        trainer = self.role.trainer
-        step = self.optimizer_step - self.steps_before_run
-        return learning_rate(step, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
+    def learning_rates(self) -> dict[ModelPart, float]:
+        """Returns the learning rate of each part of the model in the next optimizer step."""
+        role, step = self.role, self.optimizer_step - self.steps_before_run
+        return learning_rates(step, role.model, role.trainer, role.optimizer_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
         """Yields the rows of every weight that this rank publishes, merged with the adapter. All ranks call it."""
-        yield from own_shards(self.merged_weights.merged(), self.copies)
+        yield from own_shards(self.merged_weights.merged(published=True), self.copies)
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Yields every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
-        return gather_buckets(self.merged_weights.merged(), buckets, self.copies, everyone)
+        """Yields every published weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
+        return gather_buckets(self.merged_weights.merged(published=True), buckets, self.copies, everyone)
 
     def save(self, folder: Path) -> None:
         """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
@@ -301,10 +302,9 @@ class DeepSpeedTrainer:
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         """AdamW of torch, which needs no compiler, with the groups of the FSDP2 trainer."""
-        settings = self.role.trainer.optimizer
-        groups = decay_groups(self.policy, self.merged_weights.trained, settings.weight_decay)
-        present = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(present, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+        settings, weights = self.role.trainer.optimizer, self.merged_weights
+        groups = optimizer_groups(self.policy, weights.trained, weights.trained_parts, settings.weight_decay)
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
     def _as_reference(self) -> AbstractContextManager[PolicyModel]:
         """Yields the reference: a separate model, or the policy as it is without what was trained."""

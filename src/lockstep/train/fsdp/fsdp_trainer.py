@@ -19,6 +19,7 @@ from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
+from lockstep.models.vision.model_parts import ModelPart
 from lockstep.train.adapters.adapter_training import (
     InitialAdapter,
     adapter_dropout,
@@ -52,7 +53,8 @@ from lockstep.train.objective import check_fields, make_objective
 from lockstep.train.optimizer import (
     ShardedAdamW,
     clip_gradients,
-    learning_rate,
+    learning_rates,
+    lr_metrics,
     norm_parameter_ids,
     square_norm,
 )
@@ -98,7 +100,7 @@ class FSDP2Trainer:
         )
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         # Created while no layer is gathered, because a gathered layer holds plain parameters instead of its shards.
-        self.merged_weights = MergedWeights(self.policy, ranks, held_rows)
+        self.merged_weights = MergedWeights(self.policy, ranks, partial(held_rows, ranks))
         self.has_reference, self.mixing = role.holds_reference, role.objective.reference_mixing
         self.reference: PolicyModel | None = None
         """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
@@ -111,7 +113,8 @@ class FSDP2Trainer:
         self.initial_adapter = InitialAdapter(self._rows()) if self.has_reference and other_weights else None
         norms = norm_parameter_ids(self.policy)
         undecayed = [name for name, parameter in self.trained_parameters.items() if id(parameter) in norms]
-        self.optimizer = ShardedAdamW(self._rows(), role.trainer.optimizer, undecayed)
+        parts = self.merged_weights.trained_parts
+        self.optimizer = ShardedAdamW(self._rows(), role.trainer.optimizer, parts, undecayed)
         self.writer = checkpoint.CheckpointWriter(ranks, generation)
         self.base_digests = base_digests(role.model)
         """Digests of the model on which the adapter is trained, for its checkpoints."""
@@ -123,7 +126,7 @@ class FSDP2Trainer:
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """With an adapter, its parameters and the weights that are trained with it, by their names in peft's files;
-        else all."""
+        else all weights that are not frozen."""
         return self.merged_weights.trained
 
     @property
@@ -146,7 +149,7 @@ class FSDP2Trainer:
         weights = self.merged_weights
         return [
             ParameterInfo(name, weights.shape(name), str(parameter.dtype).removeprefix("torch."))
-            for name, parameter in weights.weights.items()
+            for name, parameter in weights.published.items()
         ]
 
     def probe_packing(self) -> PackingProbeResult:
@@ -208,11 +211,11 @@ class FSDP2Trainer:
         try:
             totals.check_finite(self.optimizer.steps + 1)
             norm = totals.square_norm**0.5
-            lr = self.learning_rate()
+            rates = self.learning_rates()
             clip_gradients(gradients, norm, self.role.trainer.max_grad_norm)
             # An aborted NCCL collective ends without an error, but its result must not be used.
             recorder.raise_if_stalled()
-            self.optimizer.step(self._rows(), gradients, lr)
+            self.optimizer.step(self._rows(), gradients, rates)
         finally:
             for parameter in self.trained_parameters.values():
                 parameter.grad = None
@@ -220,21 +223,21 @@ class FSDP2Trainer:
         if self.mixing is not None and self.reference is not None and done % self.mixing.steps == 0:
             mix_into_reference(self.reference, self.policy, self.mixing.share)
         current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
-        return StepStats({**totals.values, "grad_norm": norm, "lr": lr})
+        return StepStats({**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)})
 
-    def learning_rate(self) -> float:
-        """Returns the learning rate of the next optimizer step."""
-        trainer = self.role.trainer
-        step = self.optimizer.steps - self.steps_before_run
-        return learning_rate(step, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
+    def learning_rates(self) -> dict[ModelPart, float]:
+        """Returns the learning rate of each part of the model in the next optimizer step."""
+        role, step = self.role, self.optimizer.steps - self.steps_before_run
+        return learning_rates(step, role.model, role.trainer, role.optimizer_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
-        """Yields this rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
-        yield from own_shards(self.merged_weights.merged(), self.ranks)
+        """Yields this rank's rows of every published weight, merged with the adapter, for weight sync. All ranks call
+        it."""
+        yield from own_shards(self.merged_weights.merged(published=True), self.ranks)
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Yields every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
-        return gather_buckets(self.merged_weights.merged(), buckets, self.ranks, everyone)
+        """Yields every published weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
+        return gather_buckets(self.merged_weights.merged(published=True), buckets, self.ranks, everyone)
 
     def save(self, folder: Path) -> None:
         """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
@@ -352,7 +355,7 @@ class FSDP2Trainer:
             state[f"exp_avg.{name}"] = LocalRows(self.optimizer.exp_avg[name], shape)
             state[f"exp_avg_sq.{name}"] = LocalRows(self.optimizer.exp_avg_sq[name], shape)
         if self.reference is not None and self.mixing is not None:
-            state |= {f"{_REFERENCE}{name}": rows for name, rows in reference_rows(self.reference).items()}
+            state |= {f"{_REFERENCE}{name}": rows for name, rows in reference_rows(self.reference, self.policy).items()}
         return state
 
     def _models(self) -> list[PolicyModel]:
@@ -368,7 +371,7 @@ class FSDP2Trainer:
         self.kept.clear()
         for model in self._models() if parameters else []:
             move_weights(model, device, self.ranks.device)
-        self.merged_weights = MergedWeights(self.policy, self.ranks, held_rows)
+        self.merged_weights = MergedWeights(self.policy, self.ranks, partial(held_rows, self.ranks))
         if optimizer:
             self.optimizer.to(device)
         if device.type == "cpu" and self.ranks.device.type == "cuda":
