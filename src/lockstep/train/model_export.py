@@ -36,8 +36,6 @@ from lockstep.watch.beacon.writer import current_beacon
 
 DIGESTS_LIMIT_S = 600.0
 """Limit for the digests of one file, whose tensors are in memory."""
-_COPIED_FILES = ("*.py", "generation_config.json", "*processor_config.json")
-"""Files that an export has from the model's folder as they are. Training changes none of them."""
 MAX_FILE_BYTES = 5_000_000_000
 """Largest safetensors file, unless a single weight is larger."""
 
