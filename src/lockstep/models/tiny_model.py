@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -27,6 +27,9 @@ from transformers import (
 from lockstep.base.folders import make_scratch_dir
 from lockstep.base.json_text import read_json
 from lockstep.models.huggingface import quiet_transformers
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 TinyFamily = Literal["qwen2", "llama"]
 TINY_FAMILIES: tuple[TinyFamily, ...] = ("qwen2", "llama")
@@ -149,8 +152,8 @@ def write_tiny(folder: Path, recipe: dict[str, Any], write: Callable[[Path], Non
     return folder
 
 
-def holds_tiny(folder: Path, model: TinyModel) -> bool:
-    """Whether the folder holds a tiny model that was made with these settings."""
+def holds_tiny(folder: Path, model: "DataclassInstance") -> bool:
+    """Whether the folder holds a tiny model that was made with these settings, a `TinyModel` or a `TinyVision`."""
     return _read_recipe(folder) == asdict(model)
 
 
