@@ -138,7 +138,7 @@ class DatasetFormat:
     def _image_column(self, cfg: DatasetConfig) -> str | None:
         if cfg.images.column:
             return self._need(cfg.images.column, "images.column")
-        return self._one_of(IMAGE_COLUMNS, "images.column")
+        return next((name for name in IMAGE_COLUMNS if name in self._rows.columns), None)
 
     def _need(self, column: str, setting: str) -> str:
         if column not in self._rows.columns:

@@ -18,10 +18,10 @@ class ContentForms:
     """Adapts the contents of messages to the tokenizer's chat template.
 
     Args:
-        placeholder: what stands for an image in a text, for templates that read no parts.
+        placeholder: what stands for an image in a text, for templates that read no parts; empty if there are no images.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", placeholder: str) -> None:
+    def __init__(self, tokenizer: "Tokenizer", placeholder: str = "") -> None:
         self._tokenizer, self._placeholder = tokenizer, placeholder
         self._reads = lru_cache(maxsize=8)(self._find_forms)
 
@@ -49,7 +49,8 @@ class ContentForms:
     def _find_forms(self, template: str) -> tuple[bool, bool]:
         """Whether the template reads texts, and whether it reads parts."""
         text = self._written(_PROBE)
-        parts = self._written([{"type": "image"}, {"type": "text", "text": _PROBE}])
+        image = [{"type": "image"}] if self._placeholder else []
+        parts = self._written([*image, {"type": "text", "text": _PROBE}])
         return _PROBE in text, _PROBE in parts and self._placeholder in parts and "'type'" not in parts
 
     def _written(self, content: Any) -> str:

@@ -104,10 +104,13 @@ class ImageLoader:
             ahead = self._ahead.pop(key, None) if key is not None else None
         if ahead is None:
             return self._load(images)
-        return waits.future(
+        loaded = waits.future(
             ahead, waits_for="the threads that prepare images", why="preparing a sample's images", stall_s=_STALL_S,
             progress=self._finished,
         )  # fmt: skip
+        # The store may have been emptied since.
+        is_whole = self._store is None or all(image.digest in self._store for image in loaded)
+        return loaded if is_whole else self._load(images)
 
     def prefetch(self, key: object, images: Sequence[RowImage]) -> None:
         """Begins to prepare the images of a row that `load` will be called for, unless there are too many already."""

@@ -63,7 +63,7 @@ class RowImage:
         return self._size
 
     def content(self) -> bytes:
-        """The bytes that the image is told apart by: those of its file, or its pixels.
+        """The bytes that identify the image: those of its file, or its pixels.
 
         Raises:
             UnusableImage: the file cannot be read, or is too large.

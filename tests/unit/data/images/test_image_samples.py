@@ -14,6 +14,7 @@ from lockstep.config.data import DatasetConfig, TrainingDataConfig
 from lockstep.data.dataset_rows import DataError
 from lockstep.data.datasets import load_rows
 from lockstep.data.images.image_store import ImageStore
+from lockstep.data.images.restored_images import ImageChanged, restore_images
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.source_factory import SourceOptions, open_source
@@ -390,3 +391,19 @@ def test_images_of_datasets_are_not_decoded_to_measure_prompts(
     source = qwen.open("prompts", tmp_path / "saved")
     with pytest.raises(DataError, match="row 0: image 'image 0' is truncated"):
         source.take(0, 1)
+
+
+def test_recorded_prompts_get_the_same_images_again_or_an_error(qwen: Opener) -> None:
+    rows = [{"prompt": "<image>a", "answer": "x", "images": [name]} for name in ("a.png", "b.png")]
+    source = qwen.open("prompts", rows)
+    prompts = source.take(0, 2)
+    before = qwen.store.get(prompts[0].images[0].digest)
+    assert restore_images(prompts, source, qwen.store) == 0
+    qwen.store.path(before.digest).unlink()
+    assert restore_images(prompts, source, qwen.store) == 1
+    again = qwen.store.get(before.digest)
+    assert all(np.array_equal(again.inputs[name], before.inputs[name]) for name in before.inputs)
+    qwen.store.path(before.digest).unlink()
+    (qwen.tmp_path / "a.png").write_bytes(png((30, 50), seed=9))
+    with pytest.raises(ImageChanged, match=r"image '.*a.png' of sample 0:0 is not the one that the run prepared"):
+        restore_images(prompts, source, qwen.store)
