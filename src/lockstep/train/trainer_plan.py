@@ -36,8 +36,8 @@ class TrainerPlanner(Protocol):
 
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes that one rank needs on its device, by part, without the libraries. The parts that
-        offloading moves are `weights` and `optimizer`; `gathered`, `gradients`, `activations` and `logits` exist only
-        during a step."""
+        offloading moves are `weights` and `optimizer`; `gathered`, `gradients`, `activations`, `images` and `logits`
+        exist only during a step."""
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int | None:
         """Returns the bytes of two memory checkpoints of all ranks of the role; None if this kind of trainer writes
@@ -52,17 +52,34 @@ class TrainerPlanner(Protocol):
         """
 
 
+PATCHES_OF_FEATURE = 4
+"""Patches that a vision tower computes for an embedding of the language model: four in Qwen-VL and InternVL."""
+IMAGE_SHARE = 0.5
+"""The share of a row's tokens that are taken to be images, for estimates of memory."""
+
+
 def forward_memory(role: TrainRole, model: ModelFacts, tokens: int) -> dict[str, int]:
-    """Estimates the bytes that a rank needs for `activations` and `logits`.
+    """Estimates the bytes that a rank needs for `activations`, `logits` and, with a trained vision tower, `images`.
 
     Activations follow Korthikanti et al. 2022 (eq. 2): `34 * tokens * hidden` bytes per layer in 16 bit, without the
     attention term, as attention keeps no scores. In 32 bit it is twice as much; with checkpointing, one tensor per
-    layer. The logits of one chunk count three times (value, gradient, softmax).
+    layer. The logits of one chunk count three times (value, gradient, softmax). A trained vision tower is estimated in
+    the same way (`images`), as if half of the tokens were images.
 
     Args:
         tokens: those whose activations are kept at the same time.
     """
     trainer, width = role.trainer, DTYPE_BYTES[model.dtype]
-    per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
+    kept, vision = (2 if trainer.activation_checkpointing else 34) * width // 2, model.vision
     logits = 0 if role.model.head == "score" else 3 * trainer.head_chunk * model.vocabulary * 4
-    return {"activations": tokens * per_token, "logits": logits}
+    parts = {"activations": tokens * kept * model.hidden * model.layers, "logits": logits}
+    if vision is not None and vision.trains:
+        patches = int(PATCHES_OF_FEATURE * IMAGE_SHARE * tokens)
+        parts["images"] = patches * kept * vision.hidden * vision.blocks
+    return parts
+
+
+def gathered_elements(model: ModelFacts) -> int:
+    """The most elements of parameters that a rank has gathered: the root, and two layers or units of the tower."""
+    vision = 0 if model.vision is None or not model.vision.units else model.vision.largest_unit
+    return model.root + 2 * max(model.largest_layer, vision)
