@@ -11,6 +11,7 @@ import numpy as np
 import PIL.Image
 import torch
 import trainer_ranks as tr
+from torch import Tensor
 
 from lockstep.config.algorithm import CrossEntropy, PreferenceLoss
 from lockstep.config.recipes import PreferenceConfig
@@ -149,6 +150,27 @@ def mine(minibatch: MiniBatch, role: TrainRole, rank: int) -> list[MicroBatch[np
     return [*seeing, empty] if rank == 0 else [blind[0], empty, *blind[1:]]
 
 
+Pieces = dict[str, tuple[int, Tensor, tuple[int, ...]]]
+"""By name: the first element that a rank has of a flattened tensor, its elements, and the shape of the whole."""
+
+
+def first_moments(trainer: Any, ranks: ParallelContext) -> Pieces:
+    """After one step, Adam's first moments: the clipped gradients, scaled."""
+    state = trainer.state.state() if hasattr(trainer, "state") else trainer._state()
+    moments = {name: rows for name, rows in state.items() if name.startswith("exp_avg.")}
+    copies = trainer.writer.ranks
+    return {n: (r.first_element(copies), r.local.flatten().clone(), tuple(r.shape)) for n, r in moments.items()}
+
+
+def whole(parts: list[Pieces]) -> dict[str, Tensor]:
+    """The tensors of which the ranks have pieces."""
+    found = {name: torch.zeros(torch.Size(shape).numel()) for name, (_, _, shape) in parts[0].items()}
+    for part in parts:
+        for name, (first, elements, _) in part.items():
+            found[name][first : first + len(elements)] = elements
+    return found
+
+
 @dataclass(frozen=True)
 class Case:
     """Some steps, and what is published after them."""
@@ -163,7 +185,10 @@ class Case:
         role = role_of(folder, self.family, self.recipe, self.model, kind, **self.trainer)
         trainer = tr.create(role, ranks, images_of(folder))
         rows = mine(rows_of_ranks(folder, self.family, role, trainer, ranks), role, ranks.rank)
-        result = tr.Result(ranks.rank, tr.take_steps(trainer, rows, 3), weights=tr.rows_of_all(trainer))
+        result = tr.Result(ranks.rank, tr.take_steps(trainer, rows, 1))
+        result.extra["gradient"] = first_moments(trainer, ranks)
+        result.metrics += tr.take_steps(trainer, rows, 2)
+        result.weights = tr.rows_of_all(trainer)
         result.extra["images"] = [len(row.images or ()) for row in rows]
         result.extra["published"] = [each.name for each in trainer.parameters()]
         result.extra["constant"] = trainer.forward.images.constant  # type: ignore[attr-defined]
