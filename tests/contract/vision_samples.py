@@ -14,6 +14,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from lockstep.config.model import ModelConfig
+from lockstep.data.images.image_processor import load_image_processor
 from lockstep.data.images.image_store import PreparedImage
 from lockstep.data.samples import PlacedImage
 from lockstep.models.vision.tiny_vision import make_tiny_vision
@@ -49,7 +51,9 @@ class VisionSamples:
         self.reference = AutoModelForImageTextToText.from_pretrained(self.folder).eval()
         self.image_token = self.reference.config.image_token_id
         self.spare = self.tokenizer.convert_tokens_to_ids(SPARE)
-        self._image_processor = AutoImageProcessor.from_pretrained(self.folder)
+        images = load_image_processor(ModelConfig(path=str(self.folder)), self.tokenizer)
+        assert images is not None
+        self.images = images
         self._processor = self._make_processor()
 
     def _make_processor(self) -> Any:
@@ -58,52 +62,27 @@ class VisionSamples:
         parts = [part for part in kind.get_attributes() if part != "video_processor"]
         without_video = type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: parts)})
         unused = {part: None for part in kind.get_attributes() if part == "video_processor"}
-        return without_video(image_processor=self._image_processor, tokenizer=self.tokenizer, **unused, **settings)
+        image_processor = AutoImageProcessor.from_pretrained(self.folder)
+        return without_video(image_processor=image_processor, tokenizer=self.tokenizer, **unused, **settings)
 
-    def prompt(self, text: str, images: list[Image.Image]) -> VisionPrompt:
-        content = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-        if len(images) == 2:
+    def prompt(self, text: str, pictures: list[Image.Image]) -> VisionPrompt:
+        content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+        if len(pictures) == 2:
             content.insert(1, {"type": "text", "text": "b"})
         rendered = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        found = dict(self._processor(images=[images] if images else None, text=[rendered], return_tensors="pt"))
-        tokens = found.pop("input_ids")[0].tolist()
+        digests = [self.images.digest(picture.tobytes(), len(pictures)) for picture in pictures]
+        prepared = [
+            self.images.prepare(picture, digest, len(pictures))
+            for picture, digest in zip(pictures, digests, strict=True)
+        ]
+        tokens, placed = self.images.expand(rendered, prepared)
+        found = dict(self._processor(images=[pictures] if pictures else None, text=[rendered], return_tensors="pt"))
+        assert found.pop("input_ids")[0].tolist() == tokens.tolist()
         found.pop("attention_mask")
         pixels = {name: value for name, value in found.items() if "token_type_ids" not in name}
-        prepared = [self._prepare(index, images) for index in range(len(images))]
-        places = np.flatnonzero(np.array(tokens) == self.image_token).astype(np.int32)
-        bounds = np.cumsum([0, *(image.features for image in prepared)])
-        assert bounds[-1] == len(places)
-        placed = [
-            PlacedImage(image.digest, places[first:last])
-            for image, first, last in zip(prepared, bounds[:-1], bounds[1:], strict=True)
-        ]
-        return VisionPrompt(tokens, placed, prepared, pixels)
-
-    def _prepare(self, index: int, images: list[Image.Image]) -> PreparedImage:
-        """Prepares an image alone, except that LLaVA-OneVision cuts only the image of a prompt with one into tiles."""
-        several = "batch_num_images" in self._image_processor.model_input_names and len(images) > 1
-        batch = [images] if several else [[images[index]]]
-        found = self._image_processor(batch, return_tensors="pt")
-        names = {"rows", "cols", "num_crops", "num_patches"}
-        inputs = {name: value for name, value in found.items() if name not in names}
-        if several:
-            inputs = {
-                name: value if name == "batch_num_images" else value[index : index + 1]
-                for name, value in inputs.items()
-            }
-        with torch.no_grad():
-            one = {**inputs, "batch_num_images": torch.tensor([2, 1])[:1]} if several else inputs
-            if several:  # transformers wants all images of the prompt; both have as many features
-                one = {name: torch.cat([value, value]) for name, value in inputs.items() if name != "batch_num_images"}
-                one["batch_num_images"] = torch.tensor([2])
-            output = self.reference.get_image_features(**one).pooler_output
-        rows = sum(each.numel() for each in ([output] if isinstance(output, Tensor) else output))
-        features = rows // self.reference.config.get_text_config().hidden_size // (2 if several else 1)
-        arrays = {name: np.array(value) for name, value in inputs.items()}
-        digest = f"{abs(hash(images[index].tobytes())):016x}"
-        return PreparedImage(digest, arrays, features, images[index].size, images[index].size)
+        return VisionPrompt(tokens.tolist(), placed, prepared, pixels)
 
     def share_embedding(self, model: Any) -> None:
         """Gives the spare character the embedding of the placeholder token."""

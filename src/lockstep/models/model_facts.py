@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from lockstep.config.model import AdapterConfig, ModelConfig
 from lockstep.models.hf_checkpoint import check_weights, named_weights
 from lockstep.models.lora import (
@@ -18,7 +16,8 @@ from lockstep.models.lora import (
 from lockstep.models.model_loader import load_policy, resolve_dtype, usable_context
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.router_loss import RouterRecorder, router_coefficient
-from lockstep.models.vision.model_parts import changing_parts, find_vision, parameter_parts
+from lockstep.models.vision.model_parts import MODEL_PARTS, ModelPart, changing_parts
+from lockstep.models.vision.vision_facts import VisionFacts, vision_facts
 from lockstep.models.weight_conversion import checkpoint_groups
 
 
@@ -43,25 +42,6 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class VisionFacts:
-    """The size of the parts of a model that see."""
-
-    parameters: int
-    """Number of parameters of tower and projector."""
-    copied: int
-    """Those of them in a part of which nothing is trained: FSDP2 leaves a copy on every rank."""
-    units: int
-    """Number of modules that FSDP2 gathers as one to compute images."""
-    largest_unit: int
-    """Number of parameters of the largest of them."""
-    blocks: int
-    hidden: int
-    """Size of the tower's hidden states."""
-    trains: bool
-    """Whether anything of the tower is trained, so that its activations are kept."""
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The size of a model."""
 
@@ -76,9 +56,10 @@ class ModelFacts:
     dtype: str
     """Compute precision after `auto` was resolved."""
     largest_layer: int
-    """Number of parameters of the largest decoder layer."""
+    """Number of parameters of the largest decoder layer, or of what is gathered as one of the vision part if that has
+    more."""
     root: int
-    """Number of parameters outside of the decoder layers, tower and projector: embedding, last norm, output layer."""
+    """Number of parameters outside of the decoder layers and the vision part: embedding, last norm, output layer."""
     adapter: AdapterFacts | None = None
     router_aux_loss: float = 0.0
     """Coefficient of the routers' auxiliary loss; 0 for none."""
@@ -88,10 +69,12 @@ class ModelFacts:
     """The kind of device of the ranks, for which `dtype` was resolved."""
     fused_layers: bool = False
     """Whether the decoder layers have a fused forward, which is used in float32 on a CPU."""
-    frozen: int = 0
-    """Number of parameters in parts that `model.vision` freezes."""
     vision: VisionFacts | None = None
-    """None for a language model."""
+    """The tower and the projector; None for a model that reads no images."""
+    frozen: int = 0
+    """Number of parameters of the parts that `model.vision` does not train, if there is no adapter."""
+    changing: frozenset[ModelPart] = frozenset(MODEL_PARTS)
+    """Parts of which anything is trained, be it an adapter."""
 
     @property
     def trained(self) -> int:
@@ -100,8 +83,21 @@ class ModelFacts:
 
     @property
     def copied(self) -> int:
-        """Number of frozen parameters of which FSDP2 leaves a copy on every rank."""
-        return 0 if self.vision is None else self.vision.copied
+        """Number of frozen parameters of which FSDP2 leaves a copy on every rank: those of a tower, and of a projector,
+        of which nothing is trained."""
+        if self.vision is None:
+            return 0
+        sizes = {"tower": self.vision.tower, "projector": self.vision.projector}
+        return sum(size for part, size in sizes.items() if part not in self.changing)
+
+    @property
+    def vision_units(self) -> int:
+        """Number of modules of the vision part that FSDP2 gathers as one when images are computed."""
+        if self.vision is None:
+            return 0
+        tower, projector = "tower" in self.changing, "projector" in self.changing
+        own = tower * self.vision.blocks + (tower or (projector and not self.vision.beside))
+        return own + projector * self.vision.beside
 
 
 def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
@@ -115,9 +111,10 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         check_weights(policy, folder)
     total = sum(parameter.numel() for parameter in weights.values())
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in policy.layers]
-    frozen = sum(weight.numel() for weight in weights.values() if not weight.requires_grad)
+    frozen = 0 if cfg.adapter else sum(weight.numel() for weight in weights.values() if not weight.requires_grad)
+    vision = vision_facts(policy.lm)
+    seeing, largest_unit = (0, 0) if vision is None else (vision.tower + vision.projector, vision.largest_unit)
     adapter = None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter)
-    vision = _vision_facts(policy)
     config: Any = policy.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     return ModelFacts(
@@ -129,41 +126,17 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1),
         context=usable_context(cfg, policy.config),
         dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
-        largest_layer=max(layers, default=0),
-        root=total - sum(layers) - (0 if vision is None else vision.parameters),
+        largest_layer=max([*layers, largest_unit]),
+        root=total - sum(layers) - seeing,
         adapter=adapter,
         router_aux_loss=_router_coefficient(cfg, policy),
         layout_refusal=policy.layout_refusal,
         device=device,
         fused_layers=policy.fuse_layers() is None,
-        frozen=frozen,
         vision=vision,
+        frozen=frozen,
+        changing=changing_parts(policy.lm),
     )
-
-
-def _vision_facts(policy: PolicyModel) -> VisionFacts | None:
-    """Measures tower and projector, after an adapter was added; None for a language model."""
-    found = find_vision(policy.lm)
-    if found is None:
-        return None
-    parts, changing = parameter_parts(policy.lm), changing_parts(policy.lm)
-    seeing = [(parts[id(each)], each.numel()) for _, each in named_weights(policy) if parts[id(each)] != "language"]
-    blocks = [_size(block) for block in found.blocks]
-    beside = () if found.inside else found.projector
-    tower, projector = "tower" in changing, "projector" in changing
-    return VisionFacts(
-        parameters=sum(size for _, size in seeing),
-        copied=sum(size for part, size in seeing if part not in changing),
-        units=tower * len(blocks) + (tower or (found.inside and projector)) + projector * len(beside),
-        largest_unit=max([_size(found.tower) - sum(blocks), *blocks, *map(_size, beside)]),
-        blocks=len(blocks),
-        hidden=next((each.in_features for each in found.tower.modules() if isinstance(each, nn.Linear)), 0),
-        trains=tower,
-    )
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _router_coefficient(cfg: ModelConfig, policy: PolicyModel) -> float:

@@ -52,8 +52,6 @@ class TrainerPlanner(Protocol):
         """
 
 
-PATCHES_OF_FEATURE = 4
-"""Patches that a vision tower computes for an embedding of the language model: four in Qwen-VL and InternVL."""
 IMAGE_SHARE = 0.5
 """The share of a row's tokens that are taken to be images, for estimates of memory."""
 
@@ -70,16 +68,10 @@ def forward_memory(role: TrainRole, model: ModelFacts, tokens: int) -> dict[str,
         tokens: those whose activations are kept at the same time.
     """
     trainer, width = role.trainer, DTYPE_BYTES[model.dtype]
-    kept, vision = (2 if trainer.activation_checkpointing else 34) * width // 2, model.vision
+    per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
     logits = 0 if role.model.head == "score" else 3 * trainer.head_chunk * model.vocabulary * 4
-    parts = {"activations": tokens * kept * model.hidden * model.layers, "logits": logits}
-    if vision is not None and vision.trains:
-        patches = int(PATCHES_OF_FEATURE * IMAGE_SHARE * tokens)
-        parts["images"] = patches * kept * vision.hidden * vision.blocks
+    parts = {"activations": tokens * per_token, "logits": logits}
+    if model.vision is not None and "tower" in model.changing:
+        seen = int(IMAGE_SHARE * tokens)
+        parts["images"] = model.vision.activation_bytes(seen, width, trainer.activation_checkpointing)
     return parts
-
-
-def gathered_elements(model: ModelFacts) -> int:
-    """The most elements of parameters that a rank has gathered: the root, and two layers or units of the tower."""
-    vision = 0 if model.vision is None or not model.vision.units else model.vision.largest_unit
-    return model.root + 2 * max(model.largest_layer, vision)

@@ -73,7 +73,7 @@ def row_positions(
     placed: Sequence[PlacedImage],
     prepared: Sequence[PreparedImage],
 ) -> Tensor | None:
-    """Computes the positions of a packed row's tokens. A segment goes on from the largest position of its parent's
+    """Computes the positions of a packed row's tokens. A segment begins after the largest position of its parent's
     path.
 
     Args:
@@ -170,7 +170,7 @@ def vision_layout(
 def attends_to_whole_images(lm: Any) -> bool:
     """Returns whether the tokens of an image attend to each other in both directions.
 
-    Such models (Gemma 3, PaliGemma) are told by an argument which tokens are an image's. Whether that is all they do
-    with it is found out by `lockstep.models.packing_probe`.
+    Such models (Gemma 3, PaliGemma) have an argument that says which tokens are an image's. `probe_packing` finds out
+    whether that is all they do with it.
     """
     return "token_type_ids" in inspect.signature(inspect.unwrap(lm.base_model.forward)).parameters

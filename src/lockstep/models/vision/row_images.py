@@ -104,15 +104,22 @@ def _joined(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def _prompt_sizes(counts: np.ndarray) -> np.ndarray:
     """Converts the size of each image's prompt to one size per prompt. Neighbouring prompts of several images count as
-    one, which the model treats alike."""
+    one, which the model treats alike.
+
+    Raises:
+        ValueError: an image of a prompt with several is alone between prompts with one.
+    """
     sizes: list[int] = []
-    several = False
-    for count in counts.tolist():
-        if count > 1 and several:
+    several = [int(count) > 1 for count in counts]
+    for index, among in enumerate(several):
+        if among and index and several[index - 1]:
             sizes[-1] += 1
         else:
             sizes.append(1)
-        several = count > 1
+    if several[-1] and sizes[-1] == 1:
+        sizes[-1] = 2  # the model reads only as many as there are images, and 1 would mean a prompt with one
+    if sum(size == 1 for size in sizes) != several.count(False):
+        raise ValueError("an image of a prompt with several images is alone in a row: give all images of the prompt")
     return np.array(sizes, dtype=counts.dtype)
 
 

@@ -21,7 +21,6 @@ from lockstep.train.trainer_plan import (
     PlannedCollective,
     TrainerPlanner,
     forward_memory,
-    gathered_elements,
 )
 
 _REMEDY = "leave it out, or set {}=fsdp2"
@@ -78,7 +77,7 @@ class DeepSpeedPlanner(TrainerPlanner):
             bucket = int(settings["zero_optimization"]["reduce_bucket_size"])
             parts["buckets"] = width * bucket * (2 if overlapped else 1)
         if stage == 3 and (ranks > 1 or "weights" in in_host_memory):
-            parts["gathered"] = width * gathered_elements(model)
+            parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         parts |= forward_memory(role, model, token_budget)
         if role.holds_reference and adapter is None and "weights" not in in_host_memory:
             parts["reference"] = width * (model.parameters // ranks if stage == 3 else model.parameters)

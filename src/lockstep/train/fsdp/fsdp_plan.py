@@ -6,7 +6,8 @@ from typing import get_args
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
-from lockstep.models.model_facts import ModelFacts, VisionFacts
+from lockstep.models.model_facts import ModelFacts
+from lockstep.models.vision.vision_facts import VisionFacts
 from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.metric_reduction import metric_vector_size
 from lockstep.train.objective import make_objective
@@ -17,7 +18,6 @@ from lockstep.train.trainer_plan import (
     PlannedCollective,
     TrainerPlanner,
     forward_memory,
-    gathered_elements,
 )
 
 
@@ -65,7 +65,7 @@ class FSDP2Planner(TrainerPlanner):
         elif model.frozen:
             parts["frozen weights"] = width * ((model.frozen - model.copied) // trainer.shards + model.copied)
         if trainer.ranks > 1:
-            parts["gathered"] = width * gathered_elements(model)
+            parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         parts |= forward_memory(role, model, max(1, role.kept_microbatches) * token_budget)
         if role.holds_reference and adapter is None:
             parts["reference"] = width * ((model.parameters - model.copied) // trainer.shards + model.copied)
@@ -99,10 +99,8 @@ class FSDP2Planner(TrainerPlanner):
             *_replica_collectives(role, reduced * updates, scattered * 4),
             PlannedCollective("all_gather", "trainer", norm, metrics * 8),
         ]
-        if model.vision is not None and model.vision.units:
-            found.append(_vision_gathers(role, model.vision, updates, width))
-            times = f"{model.vision.units * updates} (of tower and projector, if the data has images)"
-            found.append(PlannedCollective("reduce_scatter", "fsdp", times, model.vision.largest_unit * 4))
+        if model.vision is not None and model.vision_units:
+            found += _vision_collectives(role, model.vision, model.vision_units, updates, width)
         if adapter is not None and publishes:
             merge = "1 (the adapter, before its weights are published)"
             found.append(PlannedCollective("all_gather", "trainer", merge, adapter.parameters * 4))
@@ -120,7 +118,7 @@ class FSDP2ServedModelPlanner(ServedModelPlanner):
         layer and of one chunk of the head, since nothing is kept for a backward pass."""
         width = DTYPE_BYTES[model.dtype]
         weights = width * ((model.parameters - model.copied) // role.ranks + model.copied)
-        gathered = width * gathered_elements(model) if role.ranks > 1 else 0
+        gathered = width * (model.root + 2 * model.largest_layer) if role.ranks > 1 else 0
         logits = 0 if role.model.head == "score" else role.head_chunk * model.vocabulary * 4
         return weights + gathered + 17 * token_budget * model.hidden * width + logits
 
@@ -134,7 +132,7 @@ class FSDP2ServedModelPlanner(ServedModelPlanner):
 def _largest_unit(model: ModelFacts) -> int:
     """Number of parameters that the largest all-gather makes: those of a layer, or of the embedding."""
     embedding = model.hidden * model.vocabulary
-    seeing = 0 if model.vision is None else model.vision.parameters
+    seeing = 0 if model.vision is None else model.vision.tower + model.vision.projector
     return max((model.parameters - seeing - embedding) // max(model.layers, 1), embedding)
 
 
@@ -154,16 +152,20 @@ def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str
     return f"{_evaluation_gathers(role, model, models, held)} (log-probabilities before training)", gathers
 
 
-def _vision_gathers(role: TrainRole, vision: VisionFacts, updates: int, width: int) -> PlannedCollective:
+def _vision_collectives(
+    role: TrainRole, vision: VisionFacts, units: int, updates: int, width: int
+) -> list[PlannedCollective]:
     """What a tower and a projector of which anything is trained add if the data has images: every row calls them, also
     one without images."""
     if role.trainer.reshard_after_forward:
-        times = f"{2 * vision.units} per micro-batch of training, {vision.units} per micro-batch of each evaluation"
+        times = f"{2 * units} per micro-batch (tower and projector, if the data has images; half in an evaluation)"
     else:
-        times = f"{vision.units * updates} ({vision.units} per optimizer step), {vision.units} per evaluation"
-    return PlannedCollective(
-        "all_gather", "fsdp", f"{times} (tower and projector, if the data has images)", vision.largest_unit * width
-    )
+        times = f"{units * updates} (tower and projector, if the data has images)"
+    reduced = f"{units * updates} (gradients of tower and projector)"
+    return [
+        PlannedCollective("all_gather", "fsdp", times, vision.largest_unit * width),
+        PlannedCollective("reduce_scatter", "fsdp", reduced, vision.largest_unit * 4),
+    ]
 
 
 def _outputs_of_every_step(role: TrainRole) -> set[TrainerOutput]:

@@ -97,17 +97,17 @@ def test_facts_count_parameters_by_part(folder: Path, family: str) -> None:
     parts, weights = parameter_parts(policy.lm), list(policy.parameters())
     seeing = sum(each.numel() for each in weights if parts[id(each)] != "language")
     facts = model_facts(ModelConfig(path=str(folder / family)), "cpu")
-    assert facts.vision is not None and facts.vision.parameters == seeing
+    assert facts.vision is not None and facts.vision.tower + facts.vision.projector == seeing
     assert (facts.frozen, facts.copied, facts.trained) == (0, 0, facts.parameters)
     assert facts.vision.hidden == SIZES["vision_hidden"] and facts.vision.blocks == 2
     # blocks, the rest of the tower (in Qwen with the projector), and a projector beside it
-    assert facts.vision.units == 3 + (family == "idefics3")
+    assert facts.vision_units == 3 + (family == "idefics3")
     layers = sum(each.numel() for layer in policy.layers for each in layer.parameters())
     assert facts.root == facts.parameters - layers - seeing
     cold = model_facts(
         ModelConfig.model_validate({"path": str(folder / family), "vision": frozen("tower", "projector")}), "cpu"
     )
-    assert cold.vision is not None and cold.vision.units == 0 and not cold.vision.trains
+    assert cold.vision_units == 0 and cold.changing == {"language"}
     assert cold.frozen == cold.copied == seeing and cold.trained == facts.parameters - seeing
     adapted = model_facts(ModelConfig(path=str(folder / family), adapter=AdapterConfig(r=2)), "cpu")
     assert adapted.copied == seeing and adapted.frozen == 0
