@@ -12,11 +12,13 @@ from transformers import AutoModelForImageTextToText
 
 from lockstep.config.model import ModelConfig
 from lockstep.data.images.image_processor import load_image_processor
+from lockstep.data.row_layout import RowLayout
 from lockstep.data.samples import PlacedImage
 from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import SafetensorsCheckpoint, fill_policy, named_weights
 from lockstep.models.model_loader import load_policy, load_tokenizer
 from lockstep.models.packing_probe import probe_packing
+from lockstep.models.vision.image_probe import probe_image
 from lockstep.models.vision.row_images import ImageFeatures, image_features, row_images
 from lockstep.models.vision.tiny_families import VISION_FAMILIES
 from lockstep.models.vision.vision_policy import VisionPolicyModel
@@ -177,7 +179,9 @@ def test_other_images_give_other_results(samples: VisionSamples) -> None:
 
 
 def test_the_probe_finds_that_trees_with_images_are_exact(samples: VisionSamples) -> None:
-    result = probe_packing(loaded(samples, fused=True), image=forest(samples)[0][0].prepared[0])
+    image = probe_image(samples.images)
+    assert image.features >= 4
+    result = probe_packing(loaded(samples, fused=True), image=image)
     assert result.mode == "forest" and "with images, its own forward" in result.reason
 
 
@@ -190,6 +194,22 @@ def test_the_probe_refuses_a_model_that_computes_images_in_another_way(samples: 
         return ImageFeatures(found.rows * 2, found.deepstack)
 
     monkeypatch.setattr(path, without_projector)
+    with pytest.raises(ModelError, match="after an image differ by"):
+        probe_packing(policy, image=image)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "qwen2_5_vl"])
+def test_the_probe_refuses_positions_and_masks_of_text(family: str, tmp_path, monkeypatch) -> None:
+    """The layout of a text model leaves out what is particular about these families."""
+    samples = VisionSamples(tmp_path / "m", family, vision_hidden=64, vision_ffn=64)
+    policy = loaded(samples, fused=False)
+    with torch.no_grad():  # so that a wrong position changes more than rounding does
+        for parameter in policy.lm.parameters():
+            parameter.mul_(3 if parameter.ndim > 1 else 1)
+    image = probe_image(samples.images)
+    assert probe_packing(policy, image=image).mode == "forest"
+    path = "lockstep.models.vision.vision_policy.vision_layout"
+    monkeypatch.setattr(path, lambda lm, lengths, parents, *images: RowLayout(list(lengths), list(parents)))
     with pytest.raises(ModelError, match="after an image differ by"):
         probe_packing(policy, image=image)
 

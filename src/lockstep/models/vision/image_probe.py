@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.data.images.image_processor import ImageProcessor
 from lockstep.data.images.image_store import PreparedImage
 from lockstep.data.samples import PlacedImage
 from lockstep.models.vision.row_images import row_images
@@ -13,6 +14,19 @@ from lockstep.models.vision.vision_policy import VisionPolicyModel
 
 _LENGTH = 12
 """Number of tokens of text around the image, and of each completion."""
+_ENOUGH = 6
+"""Number of tokens of two rows and three columns."""
+
+
+def probe_image(processor: ImageProcessor) -> PreparedImage:
+    """Returns an image of few tokens, but if possible of several rows and columns, so that its positions matter."""
+    import PIL.Image
+
+    sizes = [(32 * width, 32 * height) for width, height in ((1, 2), (2, 3), (3, 2), (4, 6), (6, 9))]
+    features = {size: processor.expansion(size).features for size in sizes}
+    size = min(sizes, key=lambda each: (features[each] < _ENOUGH, features[each]))
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return processor.prepare(PIL.Image.fromarray(noise), processor.digest(noise.tobytes()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class DeepSpeedTrainer:
 
     def probe_packing(self) -> PackingProbeResult:
         """Finds out how rows may be packed for the model. All ranks call it."""
-        return probe_packing(self.policy, self.compute_dtype)
+        return probe_packing(self.policy, self.compute_dtype, self.forward.probe_image())
 
     def evaluate(
         self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[TrainerOutput]

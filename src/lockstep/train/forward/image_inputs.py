@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.model import ModelConfig
-from lockstep.data.images.image_processor import load_image_processor
+from lockstep.data.images.image_processor import ImageProcessor, load_image_processor
 from lockstep.data.images.image_store import ImageStore, PreparedImage
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.data.row_layout import RowLayout
@@ -28,6 +28,7 @@ from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import load_tokenizer
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.vision.image_probe import probe_image
 from lockstep.models.vision.model_parts import parameter_parts
 from lockstep.models.vision.row_images import ImageFeatures, RowImages, image_features, row_images
 from lockstep.models.vision.vision_policy import VisionPolicyModel
@@ -97,12 +98,20 @@ class ImageInputs:
     @cached_property
     def _smallest(self) -> PreparedImage:
         """What the tower gets for a row without images."""
+        return self._processor.smallest()
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
         folder = resolve_folder(self._model.path, self._model.revision, weights=False)
         processor = load_image_processor(self._model, load_tokenizer(self._model), folder)
         if processor is None:
             problem, remedy = "the data has images, and this model reads none", "use a vision-language model"
             raise ModelError("model.path", self._model.path, problem, remedy)
-        return processor.smallest()
+        return processor
+
+    def probe_image(self) -> PreparedImage:
+        """Returns an image to compare packed rows with."""
+        return probe_image(self._processor)
 
     def _known_row(
         self, policy: VisionPolicyModel, batch: MicroBatch[Tensor], placed: Sequence[PlacedImage]

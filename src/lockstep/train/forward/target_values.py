@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.algorithm import ModelOutput, TrainerOutput
+from lockstep.data.images.image_store import PreparedImage
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.data.row_layout import RowLayout
 from lockstep.models.policy_model import PolicyModel
@@ -28,6 +29,10 @@ class ForwardSettings:
     """Number of targets whose logits are computed at once."""
     images: ImageInputs | None = None
     """The images of the rows; None if the data has none."""
+
+    def probe_image(self) -> PreparedImage | None:
+        """Returns an image to compare packed rows with; None if the data has none."""
+        return None if self.images is None else self.images.probe_image()
 
     def row(self, model: PolicyModel, batch: MicroBatch[Tensor]) -> tuple[RowLayout, dict[str, Any]]:
         """Returns the layout of a row, and the argument about its images with which the model is called.

@@ -166,7 +166,7 @@ class FSDP2Trainer:
 
     def probe_packing(self) -> PackingProbeResult:
         """Finds out how rows may be packed for the model. All ranks call it."""
-        result = probe_packing(self.policy, self.compute_dtype)
+        result = probe_packing(self.policy, self.compute_dtype, self.forward.probe_image())
         free_gathered(self.policy)
         return result
 

@@ -45,7 +45,7 @@ class FSDP2ServedModel:
 
     def probe_packing(self) -> PackingProbeResult:
         """Finds out how rows may be packed for the model. All ranks call it."""
-        result = probe_packing(self.model, self.compute_dtype)
+        result = probe_packing(self.model, self.compute_dtype, self.forward.probe_image())
         free_gathered(self.model)
         return result
 
