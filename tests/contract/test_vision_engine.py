@@ -200,6 +200,20 @@ def test_a_version_with_half_of_a_part_is_refused(scene, tmp_path):
     assert caught.value.missing == (name,) and made.version == 0
 
 
+def test_decode_steps_as_graphs_compute_the_same(scene):
+    """With the buffers and shapes of CUDA graphs, and the step itself in place of a captured one."""
+    if scene.family == "gemma3":
+        pytest.skip("has no fused forward")
+    made = engine(scene)
+    requests = [each for group, prompt in enumerate(mixed_prompts(scene)) for each in prompt.requests(str(group), 2)]
+    expected = run(made, requests)
+    made._runner._capture = lambda step: step
+    made._runner._graphs = made._runner._new_graphs()
+    assert made._runner._graphs is not None
+    assert_same(run(made, requests), expected)
+    assert made._runner._graphs._steps
+
+
 @contextmanager
 def read_file(source, version):
     yield load_file(source)
