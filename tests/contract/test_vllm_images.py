@@ -4,6 +4,7 @@ import gc
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from lockstep.config.rollout import VllmEngineConfig as Config
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import PlacedImage
 from lockstep.models.errors import ModelError
+from lockstep.models.vision.model_parts import parameter_parts
 from lockstep.rollout.engine_protocol import Request
 from lockstep.rollout.errors import BadRequest
 from tests.contract.vision_samples import VisionSamples, picture
@@ -75,14 +77,18 @@ class Images(VisionSamples):
             worst = max(worst, float(np.abs(got.logprobs - expected.numpy()).max()))
         return worst
 
-    def change(self, home, version):
-        """Publishes other weights of all parts."""
+    def change(self, home, version, *parts):
+        """Publishes other weights of these parts, or of all."""
+        of = parameter_parts(self.reference)
+        chosen = {
+            name: each for name, each in self.reference.named_parameters() if of[id(each)] in (parts or of.values())
+        }
         torch.manual_seed(version)
         with torch.no_grad():
-            for parameter in self.reference.parameters():
+            for parameter in chosen.values():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
             self.share_embedding(self.reference)
-        return publish(self.reference, home / "store", version)
+        return publish(SimpleNamespace(named_parameters=chosen.items), home / "store", version)
 
 
 @pytest.fixture
@@ -97,10 +103,10 @@ def start():
 
     made = []
 
-    def engine(samples, images=True, extra=None, **options):
-        config = Config(max_num_seqs=16, cpu_kv_cache_gb=0.05, extra={"block_size": 32, **(extra or {})}, **options)
+    def engine(samples, images=True, extra=None, **fields):
+        config = Config(max_num_seqs=16, cpu_kv_cache_gb=0.05, extra={"block_size": 32, **(extra or {})})
         store = str(samples.store.folder) if images else None
-        model = ModelConfig(path=str(samples.folder))
+        model = ModelConfig(path=str(samples.folder), **fields)
         made.append(VllmEngine.from_config(model, config, reader=READER, threads=1, images=store))
         return made[-1]
 
@@ -211,11 +217,11 @@ def too_large(samples, name="large"):
     prepared = samples.prompts[name].prepared[0]
     prompt = np.concatenate([np.repeat(request.prompt[:1], 60), request.prompt])
     placed = PlacedImage(prepared.digest, np.arange(2, 52, dtype=np.int32), "big.png")
-    return Request(name, name, prompt, seed=0, max_tokens=4, images=(placed,))
+    return Request(name, name, prompt, seed=0, temperature=0.0, max_tokens=4, images=(placed,))
 
 
 def test_an_image_larger_than_the_encoder_cache_is_refused(start, samples):
-    engine, fine = start(samples, extra=SMALL_CACHE), samples.ask("what?", [picture(28, 20, 0)])
+    engine, fine = start(samples, extra=SMALL_CACHE), samples.ask("what?", [picture(28, 20, 0)], count=1)
     with pytest.raises(
         BadRequest,
         match=r"has an image of 50 tokens \(big.png\), but vLLM's encoder cache has room for 48: raise "
@@ -233,6 +239,31 @@ def test_without_the_refusal_the_core_waits_for_ever(start, samples, monkeypatch
     engine = start(samples, extra=SMALL_CACHE)
     with pytest.raises(TimeoutError, match="0 of 1 requests"):
         run(engine, [too_large(samples)], steps=60)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["lockstep", "without"])
+def test_prompts_are_not_chunked_because_of_their_images(start, samples, monkeypatch, waits):
+    """Prompts whose first block is in the prefix cache need few tokens of a step, and the room of whole images."""
+    from lockstep.rollout.vllm.vllm_images import VllmImages
+
+    if not waits:
+        monkeypatch.setattr(VllmImages, "fit", lambda self, unstarted, request: True)
+    known, others = (
+        [request for seed in seeds for request in samples.ask("what?", [picture(28, 20, seed)], 1, 4, f"{seed}")]
+        for seeds in (range(4), range(4, 10))
+    )
+    size, tokens = len(known[0].prompt), len(known[0].images[0].places)
+    room = 5 * tokens - 1
+    assert size > 32 and 4 * (size - 32) + size <= room
+    engine = start(samples, extra={"max_num_batched_tokens": room}, max_length=size + 4)
+    run(engine, known)
+    run(engine, others)  # the encoder cache now has the images of these, the prefix cache has all prompts
+    requests = [*known, *samples.ask("what?", [picture(28, 20, 99)], 1, 4, "new")]
+    if waits:
+        assert samples.error(requests, run(engine, requests)) < CLOSE
+    else:
+        with pytest.raises(RuntimeError, match="CPU Generator does not use offset"):
+            run(engine, requests)
 
 
 def with_argument(monkeypatch, **arguments):
@@ -279,6 +310,18 @@ def test_a_model_with_images_serves_text_alone(start, samples, tmp_path):
     assert samples.error(requests, run(engine, requests)) < CLOSE
     engine.load_weights(samples.change(tmp_path, 1), 1)
     assert samples.error(requests, run(engine, requests)) < CLOSE
+
+
+@pytest.mark.parametrize("part", ["tower", "projector", "language"])
+def test_parts_that_are_not_trained_keep_their_weights(start, samples, tmp_path, part):
+    frozen = {name: {"train": name == part} for name in ("tower", "projector", "language")}
+    engine, requests = start(samples, vision=frozen), mixed(samples)
+    before = run(engine, requests)
+    for version in (1, 2):
+        engine.load_weights(samples.change(tmp_path, version, part), version)
+        done = run(engine, requests)
+        assert samples.error(requests, done) < CLOSE
+    assert samples.error(requests, before) > 1e-3
 
 
 @pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is installed")

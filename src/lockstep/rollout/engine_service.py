@@ -237,7 +237,7 @@ def make_engine(
     if config.kind == "vllm":
         from lockstep.rollout.vllm.engine import VllmEngine
 
-        return VllmEngine.from_config(model, config, device, reader, version, threads, sleeps)
+        return VllmEngine.from_config(model, config, device, reader, version, threads, sleeps, images)
     from lockstep.rollout.builtin.engine import BuiltinEngine
 
     if config.malloc == "tuned":

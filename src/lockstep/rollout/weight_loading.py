@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base import waits
-from lockstep.models.vision.model_parts import parameter_parts
+from lockstep.models.vision.model_parts import ModelPart, parameter_parts
 from lockstep.models.weight_conversion import CheckpointNames
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.watch.beacon.writer import current_beacon
@@ -107,12 +107,13 @@ class ExpectedParameters:
         """Tied weights have the same id."""
         self._part_of = parameter_parts(lm)
         """The part of each parameter, by its id."""
+        self.several_parts = len(set(self._part_of.values())) > 1
 
     def check(self, tensors: Mapping[str, HasShape]) -> None:
         """Raises WeightsMismatch for other names or shapes."""
         unknown = sorted(set(tensors) - set(self.shapes))
         present = {self._parameter_ids[name] for name in tensors if name in self._parameter_ids}
-        arriving = {self._part_of[each] for each in present} or set(self._part_of.values())
+        arriving = self.parts(tensors) or set(self._part_of.values())
         absent = (name for name, each in self._parameter_ids.items() if each not in present)
         missing = sorted(name for name in absent if self._part_of[self._parameter_ids[name]] in arriving)
         for name in sorted(set(tensors) & set(self.shapes)):
@@ -122,6 +123,10 @@ class ExpectedParameters:
                 missing.append(f"{name} {list(expected)}")
         if unknown or missing:
             raise WeightsMismatch(unknown, missing)
+
+    def parts(self, names: Iterable[str]) -> set[ModelPart]:
+        """The parts of the model to which parameters belong."""
+        return {self._part_of[self._parameter_ids[name]] for name in names if name in self._parameter_ids}
 
 
 class CheckpointParameters(ExpectedParameters):

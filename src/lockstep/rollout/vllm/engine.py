@@ -159,7 +159,8 @@ class VllmEngine:
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))
         try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))
         why = vllm_slowdown(vllm_dtype(model, engine, device), device)
-        takes = None if images is None else VllmImages.of_core(core, ImageStore(Path(images)))
+        changing = model.vision.tower.train or model.vision.projector.train
+        takes = None if images is None else VllmImages.of_core(core, ImageStore(Path(images)), changing)
         return cls(core, tokenizer, eos, CheckpointParameters(lm), vocabulary, reader, version, why, takes)
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -280,6 +281,7 @@ class VllmEngine:
         if self._ids:
             raise ValueError(f"the engine has {len(self._ids)} open requests: abort them before it sleeps")
         if self._sleeps and not self._asleep:
+            level = 1 if self._expected.several_parts else level  # a version may lack parts that are not trained
             self.core.sleep(level)
             self._asleep = frozenset(_MEMORY)
             self._weights_dropped = self._weights_dropped or level > 1
@@ -314,13 +316,17 @@ class VllmEngine:
         self.core.shutdown()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._capacity:
+        while self._waiting and len(self._running) < self._capacity and self._images_fit(self._waiting.first()):
             tracked = self._waiting.pop()
             name = str(self._admitted)
             self._admitted += 1
             self._running[name] = tracked
             images = None if self._images is None else self._images.features(tracked.request, self._loads)
             self.core.add_request(core_request(name, tracked.request, self._eos, str(self._loads), images))
+
+    def _images_fit(self, request: Request) -> bool:
+        unstarted = (row.request for row in self._running.values() if not row.tokens)
+        return self._images is None or self._images.fit(unstarted, request)
 
     def _process_outputs(self, outputs: Any) -> list[Completion]:
         self._update_counters(outputs.scheduler_stats)

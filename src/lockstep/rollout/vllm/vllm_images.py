@@ -1,7 +1,7 @@
 """Gives the images of requests to vLLM's core, with the pixels that the run has prepared."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class VllmImages:
         token: the placeholder of images, which the layout of some models contains; None if it is not known.
         trained: whether new weights may change the embeddings of an image. Then images have other keys in vLLM's caches
             after each load.
+        whole: whether vLLM must not prefill a prompt in chunks. It would do so where the encoder cache has no room for
+            the images of all prompts that it begins with.
     """
 
     def __init__(
@@ -46,8 +48,9 @@ class VllmImages:
         dtype: torch.dtype,
         token: int | None = None,
         trained: bool = True,
+        whole: bool = False,
     ) -> None:
-        self.room, self.trained = room, trained
+        self.room, self.trained, self.whole = room, trained, whole
         self._store, self._layout, self._dtype, self._token = store, layout, dtype, token
         self._items: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         """vLLM's form of the images that its core has, by digest."""
@@ -62,7 +65,8 @@ class VllmImages:
         layout = MULTIMODAL_REGISTRY.create_processor(model)._get_mm_fields_config
         room = min(scheduler.encoder_cache_manager.cache_size, scheduler.max_num_encoder_input_tokens)
         token = getattr(model.hf_config, "image_token_id", None)
-        return cls(store, layout, room, model.dtype, token, trained)
+        whole = not engine.vllm_config.scheduler_config.enable_chunked_prefill
+        return cls(store, layout, room, model.dtype, token, trained, whole)
 
     def check(self, request: Request) -> None:
         """Raises BadRequest for an image that is not in the store, or has no room in vLLM's encoder cache."""
@@ -76,6 +80,14 @@ class VllmImages:
                 )
             if image.digest not in self._store:
                 self._read(request.id, image)
+
+    def fit(self, unstarted: Iterable[Request], request: Request) -> bool:
+        """Whether vLLM can begin with another request together with those that it has not begun with."""
+        if not (self.whole and request.images):
+            return True
+        tokens = {image.digest: len(image.places) for each in unstarted for image in each.images}
+        tokens |= {image.digest: len(image.places) for image in request.images}
+        return sum(tokens.values()) <= self.room
 
     def features(self, request: Request, loads: int) -> list[Any] | None:
         """Returns the request's images as `MultiModalFeatureSpec`s; None if it has none.

@@ -122,6 +122,9 @@ class WaitingQueue:
         """Adds a request that has no tokens yet, new or returned by vLLM, in the order of priority and submission."""
         heapq.heappush(self._heap, (tracked.request.priority, tracked.number, tracked))
 
+    def first(self) -> Request:
+        return self._heap[0][2].request
+
     def pop(self) -> TrackedRequest:
         return heapq.heappop(self._heap)[2]
 

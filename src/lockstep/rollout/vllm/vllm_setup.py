@@ -97,6 +97,9 @@ def engine_arguments(
         # Compiled code refers to the weights that were packed at compile time, so it would not see new weights.
         remedy = "leave it out (on a CPU it is true)"
         raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not load weights", remedy)
+    if arguments.get("mm_device_do_normalize"):
+        problem = "pixels are normalised when they are prepared, and would be normalised twice"
+        raise ModelError("rollout.engine.extra.mm_device_do_normalize", True, problem, "leave it out")
     return arguments
 
 

@@ -33,6 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from lockstep.models.vision.model_parts import MODEL_PARTS, ModelPart
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.rollout.vllm.layer_reload import DirectWrites, copy_biases, drop_expert_kernels, pack_heads
 from lockstep.rollout.weight_loading import (
@@ -292,16 +293,20 @@ class LockstepTransferEngine(WeightTransferEngine[StoreInit, StoreUpdate]):  # t
         # Now the model no longer has the parameters that layers derive from others after loading.
         expected &= {name for name, _ in self.model.named_parameters()}
         expected = {name for name in expected if name.rpartition(".")[2] not in self._expected.buffers}
+        arrived: set[str] = set()
         try:
             with DirectWrites(self.model) as writes:
-                loaded = self.model.load_weights(copy_biases(self._expected.checkpoint_tensors(tensors)))
+                noted = _note_names(tensors, arrived)
+                loaded = self.model.load_weights(copy_biases(self._expected.checkpoint_tensors(noted)))
             writes.finish()
         finally:
             # Also after a failure: otherwise layers would count the tensors they have buffered as part of the next
             # version.
             finalize_layerwise_reload(self.model, self.model_config)
-        if loaded is not None and self.model_config.quantization is None and expected - set(loaded):
-            raise WeightsMismatch((), sorted(expected - set(loaded)))
+        if loaded is not None and self.model_config.quantization is None:
+            kept = names_of_parts(self.model, expected, set(MODEL_PARTS) - self._expected.parts(arrived))
+            if missing := expected - set(loaded) - kept:
+                raise WeightsMismatch((), sorted(missing))
 
     def finish_weight_update(self) -> None:
         """Does nothing: the version is loaded."""
@@ -311,6 +316,29 @@ class LockstepTransferEngine(WeightTransferEngine[StoreInit, StoreUpdate]):  # t
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+
+def _note_names(tensors: Iterator[tuple[str, Tensor]], names: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors and adds their names to `names`."""
+    for name, tensor in tensors:
+        names.add(name)
+        yield name, tensor
+
+
+def names_of_parts(model: Any, names: set[str], parts: set[ModelPart]) -> set[str]:
+    """Returns which of vLLM's parameters belong to these parts of the model. If vLLM does not say where its parts are,
+    all do, because none can be judged."""
+    if not parts or not hasattr(model, "embed_multimodal"):
+        return set()
+    if not hasattr(model, "get_mm_mapping"):
+        return names
+    mapping = model.get_mm_mapping()
+    prefixes = tuple(mapping.connector or ()), tuple(mapping.tower_model or ())
+
+    def part(name: str) -> ModelPart:  # the projector may be within the tower
+        return "projector" if name.startswith(prefixes[0]) else "tower" if name.startswith(prefixes[1]) else "language"
+
+    return {name for name in names if part(name) in parts}
 
 
 def _picklable(error: Exception) -> Exception:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, Idefics3Config
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as Config
@@ -91,6 +91,21 @@ def test_latent_attention_on_a_cpu_uses_what_can_reload_weights(tmp_path):
         engine_arguments(model, Config(), "cuda:0", 64, architecture=deepseek),
     ):
         assert "attention_backend" not in other and "compilation_config" not in other
+
+
+def test_models_with_images_get_arguments_of_their_own(tmp_path):
+    model = ModelConfig(path=str(make_tiny(tmp_path / "m", hidden=16, heads=2, kv_heads=1, ffn=32, max_length=64)))
+    seeing = Idefics3Config()
+    with_images = engine_arguments(model, Config(), "cpu", 64, architecture=seeing, images=True)
+    assert (with_images["mm_processor_cache_gb"], with_images["mm_device_do_normalize"]) == (0, False)
+    assert with_images["skip_mm_profiling"] is True and with_images["limit_mm_per_prompt"]["video"] == 0
+    assert engine_arguments(model, Config(), "cuda:0", 64, False, seeing, True)["skip_mm_profiling"] is False
+    text = engine_arguments(model, Config(), "cpu", 64, architecture=seeing)
+    assert text["language_model_only"] is True and text["skip_tokenizer_init"] is True
+    assert "language_model_only" not in engine_arguments(model, Config(), "cpu", 64, images=True)
+    twice = Config(extra={"mm_device_do_normalize": True})
+    with pytest.raises(ModelError, match=r"extra.mm_device_do_normalize.*would be normalised twice; leave it out"):
+        engine_arguments(model, twice, "cpu", 64, architecture=seeing, images=True)
 
 
 def test_requests_wait_by_priority_and_order():

@@ -40,7 +40,9 @@ class Core:
 
 @pytest.fixture
 def engine():
-    made = VllmEngine(Core(), None, frozenset(), None, 60, reader=lambda folder, version: None)
+    made = VllmEngine(
+        Core(), None, frozenset(), SimpleNamespace(several_parts=False), 60, reader=lambda folder, version: None
+    )
     made._waiting.add([Request("a", "a", np.ones(3, np.int32), 0)])
     return made
 
@@ -67,6 +69,12 @@ def test_an_engine_without_weights_serves_nothing_until_it_loads_some(engine):
         step(engine)
     engine.load_weights(STORE, 1)
     assert step(engine) == []
+
+
+def test_weights_that_a_version_may_lack_are_kept(engine):
+    engine._expected.several_parts = True
+    engine.sleep(level=2)
+    assert ("sleep", 1) in engine.core.asked and step(engine) == []
 
 
 def test_a_failure_before_any_change_leaves_the_engine_intact(engine):
