@@ -47,6 +47,15 @@ def bfloat16_adapter(kind: str, folder: Path, ranks: ParallelContext, port: int)
     return result
 
 
+def bfloat16_export(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+    """Exports an adapter that was trained in bfloat16, and what was trained beside it."""
+    role = tr.config(folder, "qwen2", "sft", {"dtype": "bfloat16", "adapter": SAVED}, kind=kind).policy
+    trainer = tr.create(role, ranks)
+    result = tr.train(trainer, tr.batch_of(role, ranks.world), role, ranks.rank)
+    trainer.export_adapter(folder / f"bfloat16-adapter-{kind}")
+    return result
+
+
 def some_steps(folder: Path, model: dict[str, Any], ranks: ParallelContext, **trainer: Any) -> tr.Result:
     role = tr.config(folder, "llama", "sft", model, **trainer).policy
     return tr.train(tr.create(role, ranks), tr.batch_of(role, ranks.world, budget=60), role, ranks.rank)
@@ -162,6 +171,7 @@ TWO: dict[str, tr.Case] = {
     **{f"{kind}:memory": partial(tr.SUITE["memory"], kind) for kind in (*REFORMED, SUMS[0])},
     **{f"{kind}:bfloat16": partial(bfloat16, kind) for kind in BFLOAT16},
     **{f"{kind}:bfloat16_adapter": partial(bfloat16_adapter, kind) for kind in BFLOAT16},
+    **{f"{kind}:bfloat16_export": partial(bfloat16_export, kind) for kind in BFLOAT16},
     **{f"{kind}:published": partial(published, kind) for kind in PUBLISHED},
     **{f"{kind}:damaged": partial(damaged, kind) for kind in DAMAGED},
 }

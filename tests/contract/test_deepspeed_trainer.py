@@ -7,6 +7,7 @@ import pytest
 import reformed_ranks
 import torch
 import trainer_ranks as tr
+from safetensors.torch import load_file
 from test_trainer import NEEDS_DEEPSPEED, TIGHT, apart, assert_resumed, assert_same_rows, weights_of
 
 from lockstep.train.deepspeed.deepspeed_library import require_deepspeed
@@ -87,6 +88,29 @@ def test_an_adapter_in_bfloat16_is_near_float32(
         assert found["loss"] == pytest.approx(expected["loss"], rel=2**-8)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
     assert ranks[0].metrics[-1]["loss"] < ranks[0].metrics[0]["loss"]
+
+
+@pytest.fixture(scope="module")
+def exported_by_fsdp2(folder: Path) -> dict[str, torch.Tensor]:
+    deepspeed_ranks.bfloat16_export("fsdp2", folder, tr.alone(), 0)
+    return load_file(folder / "bfloat16-adapter-fsdp2" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("kind", deepspeed_ranks.BFLOAT16)
+def test_an_adapter_is_exported_in_the_precision_of_fsdp2s(
+    kind: str, folder: Path, pair: dict[str, list[tr.Result]], exported_by_fsdp2: dict[str, torch.Tensor]
+) -> None:
+    """Master weights. With gradients of 8 bits, the first steps from zero (`lora_B`) differ the most."""
+    assert f"{kind}:bfloat16_export" in pair
+    found = load_file(folder / f"bfloat16-adapter-{kind}" / "adapter_model.safetensors")
+    expected = exported_by_fsdp2
+    assert {name: (each.dtype, each.shape) for name, each in found.items()} == {
+        name: (each.dtype, each.shape) for name, each in expected.items()
+    }
+    for name, each in found.items():
+        assert not torch.equal(each, each.bfloat16().float()), f"{name} has more digits than bfloat16"
+        distance = float((each - expected[name]).norm() / expected[name].norm())
+        assert distance < (0.1 if "lora_B" in name else 2**-7), name
 
 
 @pytest.mark.parametrize("kind", deepspeed_ranks.DAMAGED)

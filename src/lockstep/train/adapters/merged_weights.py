@@ -133,8 +133,12 @@ class MergedWeights:
         for name, part in self.held(self.saved).items():
             whole = self.ranks.gather_rows(part.rows(), part.shape[0], why=f"export {name}")
             if whole is not None:
-                found |= {alias: whole.clone() for alias in self._saved_names[name]}
+                found |= {alias: whole.clone() for alias in self.exported_names(name)}
         return found
+
+    def exported_names(self, name: str) -> list[str]:
+        """Returns the names under which a trained weight is exported with the adapter: several of a tied one."""
+        return list(self._saved_names.get(name, [name]))
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from lockstep.train.checkpoints.random_state import random_state, set_random_sta
 from lockstep.train.deepspeed.deepspeed_library import make_engine
 from lockstep.train.deepspeed.engine_settings import KIND, OffloadPlace, engine_settings, offloads, zero_stage
 from lockstep.train.deepspeed.held_rows import held_rows
+from lockstep.train.deepspeed.master_weights import gather_pieces
 from lockstep.train.deepspeed.zero_model import Reference, fill_model, make_model, register_parameters
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
@@ -280,10 +281,14 @@ class DeepSpeedTrainer:
         export_model(folder, self.policy, self.merged_weights.merged(), *described)
 
     def export_adapter(self, folder: Path) -> None:
-        """Writes a folder that peft's `PeftModel.from_pretrained` loads. All ranks call it."""
+        """Writes a folder that peft's `PeftModel.from_pretrained` loads: the master weights. All ranks call it."""
         if self.adapter is None:
             raise ValueError("there is no adapter to export; set model.adapter")
-        parts = self.merged_weights.gather_adapter() | self.merged_weights.gather_saved()
+        pieces = {name: rows for name, rows in self.state.state().items() if name.startswith(_PARAMETER)}
+        whole = {name.removeprefix(_PARAMETER): each for name, each in gather_pieces(self.ranks, pieces).items()}
+        parts = {
+            alias: each.clone() for name, each in whole.items() for alias in self.merged_weights.exported_names(name)
+        }
         export_adapter(folder, self.policy, parts, self.role.model, self.copies)
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:

@@ -26,7 +26,8 @@ def held_rows(ranks: ParallelContext, parameters: Mapping[str, nn.Parameter]) ->
     """
     divided = [name for name, each in parameters.items() if not _holds_rows(each, ranks)]
     kept: dict[str, Tensor] = {}
-    for bucket in _buckets(divided, parameters):
+    sizes = {name: full_shape(parameters[name]).numel() * parameters[name].element_size() for name in divided}
+    for bucket in split_into_buckets(sizes):
         kept |= _gathered_rows({name: parameters[name] for name in bucket}, ranks)
     return {
         name: LazyWeight(
@@ -53,11 +54,15 @@ def _own_rows(parameter: Any, ranks: ParallelContext) -> Tensor:
     return held[: shape.numel() // ranks.shards].view(shape[0] // ranks.shards, *shape[1:])
 
 
-def _buckets(names: list[str], parameters: Mapping[str, nn.Parameter]) -> Iterator[list[str]]:
+def split_into_buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yields the names of tensors that are gathered at once, in order.
+
+    Args:
+        sizes: the bytes of each tensor.
+    """
     bucket: list[str] = []
     size = 0
-    for name in names:
-        bytes_ = full_shape(parameters[name]).numel() * parameters[name].element_size()
+    for name, bytes_ in sizes.items():
         if bucket and size + bytes_ > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
