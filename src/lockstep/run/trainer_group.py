@@ -172,7 +172,8 @@ class TrainerGroup:
 
     def close_calls(self, calls: Sequence[PendingResult[Any]]) -> None:
         """Marks the results of these calls as read, or as not needed any more."""
-        self.open_calls = [call for call in self.open_calls if call not in calls]
+        read = set(map(id, calls))  # of thousands of ranks
+        self.open_calls = [call for call in self.open_calls if id(call) not in read]
 
     def save(self, folder: Path) -> None:
         gather_identical(
