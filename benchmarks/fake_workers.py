@@ -1,6 +1,7 @@
 """Simulated workers: the controller's real handles, messages and codec, without processes behind them.
 
-What the controller would do for real workers it does here, except for its sockets, which `socket_s` measures. What a worker would do happens in between and is left out of the account (`Account.beside`).
+What the controller would do for real workers it does here, except for its sockets, which `socket_s` measures. What a
+worker, or the relay of its node, would do happens in between and is left out of the account (`Account.beside`).
 """
 
 import selectors
@@ -290,6 +291,28 @@ def socket_s(traffic: Traffic, connections: int = 64, rounds: int = 30) -> float
             each.close()
     selector.close()
     return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds / connections
+
+
+def bare_s(traffic: Traffic, rounds: int = 300) -> float:
+    """CPU seconds of as many plain writes and reads of these mean sizes on a socket: what these messages cost any
+    program, without codes, selectors and Python objects for them."""
+    writes = reads = 0
+    sent = b"x" * (traffic.sent_bytes // max(1, traffic.sent))
+    received = b"x" * (traffic.received_bytes // max(1, traffic.received))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        far = socket.create_connection(listening.getsockname())
+        near = listening.accept()[0]
+    with near, far:
+        for _ in range(rounds):
+            began = time.thread_time_ns()
+            near.sendall(sent)
+            writes += time.thread_time_ns() - began
+            far.recv(len(sent), socket.MSG_WAITALL)
+            far.sendall(received)
+            began = time.thread_time_ns()
+            near.recv(len(received), socket.MSG_WAITALL)
+            reads += time.thread_time_ns() - began
+    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds
 
 
 def completion_of(request: Request, tokens: int, version: int) -> Completion:

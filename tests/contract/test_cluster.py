@@ -18,12 +18,12 @@ import psutil
 import pytest
 from cluster_services import BackgroundService, DeferringService, Parcel, Plain
 from ray_hosts import needs_ray
+from relayed_cluster import RelayedCluster, await_relay
 
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, ConnectionClosed, HandshakeRefused
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.agent_cluster import AgentCluster
-from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
 from lockstep.cluster.rendezvous_store import open_store
@@ -40,13 +40,6 @@ Start = Callable[..., Any]
 
 def local(folder: Path) -> LocalCluster:
     return LocalCluster(LocalConfig(notice_after_s=1.0), f"contract-{secrets.token_hex(3)}", folder, 1, TOKEN)
-
-
-class RelayedCluster(LocalCluster):
-    """This host as if it were one of many nodes."""
-
-    def _has_relay(self, node: ClusterNode) -> bool:
-        return True
 
 
 def relayed(folder: Path) -> LocalCluster:
@@ -86,10 +79,8 @@ def start(cluster: Any) -> Iterator[Start]:
     def one(service: type = Plain, **arguments: Any) -> Any:
         (worker,) = cluster.start([spec(f"w{prefix}-{next(count)}", service, 7, **arguments)])
         started.append(worker)
-        relayed_at = time.monotonic() + 20
-        while isinstance(cluster, RelayedCluster) and not isinstance(worker.connection, RelayedConnection):
-            assert time.monotonic() < relayed_at, "the worker has not connected through the relay"
-            time.sleep(0.01)
+        if isinstance(cluster, RelayedCluster):
+            await_relay(worker)
         return worker
 
     yield one

@@ -7,7 +7,7 @@ until they are answered. So a relay may end at any time; its workers then connec
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from lockstep.cluster.rpc.relay_messages import (
     ChannelClosed,
     ChannelOpened,
     RelayAlive,
+    RelayedAcks,
     RelayedCalls,
     RelayedFrames,
     RelayedResults,
@@ -26,6 +27,7 @@ from lockstep.cluster.rpc.relay_messages import (
     unpack_to_relay,
 )
 from lockstep.cluster.rpc.rpc_messages import (
+    AckMessage,
     CallMessage,
     FailureMessage,
     HeartbeatMessage,
@@ -122,6 +124,8 @@ class CallRelay:
             case RelayedFrames(channels=channels, sizes=sizes):
                 for channel, each in zip(channels, split_payloads(payload, sizes), strict=True):
                     self._send_down(channel, (each,))
+            case RelayedAcks(arrived=arrived):
+                self._acknowledge(_by_channel(arrived))
             case ChannelClosed(channel=channel):
                 self.close(channel)
 
@@ -174,15 +178,19 @@ class CallRelay:
         arguments = list(split_payloads(payload, calls.sizes))
         if len(arguments) == 1:
             arguments *= count
-        batch = _Batch(count)
-        for channel, number, arrived, each in zip(calls.channels, calls.ids, calls.arrived, arguments, strict=True):
+        batch, number, arrived = _Batch(count), calls.id, _by_channel(calls.arrived)
+        for channel, each in zip(calls.channels, arguments, strict=True):
             if channel in self._channels:
                 self._channels[channel].open[number] = batch
-                self._send_down(
-                    channel, pack_message(CallMessage(number, calls.method, calls.concurrent, arrived), each)
-                )
+                call = CallMessage(number, calls.method, calls.concurrent, arrived.pop(channel, []))
+                self._send_down(channel, pack_message(call, each))
             else:
                 batch.left -= 1
+        self._acknowledge(arrived)
+
+    def _acknowledge(self, arrived: Mapping[int, list[int]]) -> None:
+        for channel, ids in arrived.items():
+            self._send_down(channel, pack_message(AckMessage(ids)))
 
     def _send_down(self, channel: int, parts: Sequence[Buffer] | None) -> None:
         to = self._channels.get(channel)
@@ -209,3 +217,12 @@ class CallRelay:
             self.flush()
         else:
             self.due = min(self.due, time.monotonic() + delay_s)
+
+
+def _by_channel(arrived: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[int, list[int]]:
+    """The ids of results that have arrived, of each channel."""
+    found: dict[int, list[int]] = {}
+    for channels, ids in arrived:
+        for channel, number in zip(channels, ids, strict=True):
+            found.setdefault(channel, []).append(number)
+    return found

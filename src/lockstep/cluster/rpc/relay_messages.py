@@ -23,12 +23,13 @@ class RelayedCalls(msgspec.Struct, tag=1, array_like=True):
     """Controller to relay: one call of each of these channels. Payload: the arguments of each, or one for all."""
 
     channels: list[int]
-    ids: list[int]
+    id: int
+    """Of all these calls: ids are unique for each worker only."""
     method: str
     concurrent: bool
-    arrived: list[list[int]]
-    """By channel, as in `CallMessage`."""
     sizes: list[int]
+    arrived: list[tuple[list[int], list[int]]]
+    """As in `RelayedAcks`."""
 
 
 class RelayedFrames(msgspec.Struct, tag=2, array_like=True):
@@ -59,6 +60,12 @@ class ChannelClosed(msgspec.Struct, tag=5, array_like=True):
     channel: int
 
 
+class RelayedAcks(msgspec.Struct, tag=7, array_like=True):
+    """Controller to relay: results that have arrived, as columns of channels and ids, so that they need not be kept."""
+
+    arrived: list[tuple[list[int], list[int]]]
+
+
 class RelayAlive(msgspec.Struct, tag=6, array_like=True):
     """Relay to controller, once a second."""
 
@@ -66,7 +73,7 @@ class RelayAlive(msgspec.Struct, tag=6, array_like=True):
     """Channels whose `bulk_bytes` have changed, and their values."""
 
 
-ToRelay = RelayedCalls | RelayedFrames | ChannelClosed
+ToRelay = RelayedCalls | RelayedFrames | RelayedAcks | ChannelClosed
 FromRelay = RelayedFrames | RelayedResults | ChannelOpened | ChannelClosed | RelayAlive
 
 _to_relay = msgspec.msgpack.Decoder(ToRelay)

@@ -1,7 +1,9 @@
 """The controller's end of a call relay: one connection that carries those of all workers of a node."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.base.transport.frames import Buffer, Connection, WireError
@@ -10,6 +12,7 @@ from lockstep.cluster.rpc.relay_messages import (
     ChannelClosed,
     ChannelOpened,
     RelayAlive,
+    RelayedAcks,
     RelayedCalls,
     RelayedFrames,
     RelayedResults,
@@ -45,6 +48,8 @@ class RelayLink:
         self.connection, self._changed = connection, changed
         self.channels: dict[int, tuple[RelayedConnection, RemoteWorker]] = {}
         """The connections of workers, by channel."""
+        self._arrived: list[tuple[list[int], list[int]]] = []
+        """Channels and ids of results that are not acknowledged yet, as they came."""
         self.heartbeat = PeerHeartbeat(RELAY_SILENT_S)
 
     def open(self, channel: int, worker: "RemoteWorker") -> None:
@@ -57,10 +62,7 @@ class RelayLink:
         message, payload = unpack_from_relay(frame)
         match message:
             case RelayedResults(channels=channels, ids=ids, sizes=sizes):
-                for number, call, part in zip(channels, ids, split_payloads(payload, sizes), strict=True):
-                    connection, worker = self.channels.get(number, _CLOSED)
-                    if worker is not None and worker.connection is connection:
-                        worker.settle_call(call, None, part)
+                self._settle_calls(channels, ids, split_payloads(payload, sizes))
             case RelayedFrames(channels=channels, sizes=sizes):
                 for number, part in zip(channels, split_payloads(payload, sizes), strict=True):
                     connection, worker = self.channels.get(number, _CLOSED)
@@ -77,26 +79,42 @@ class RelayLink:
                     if number in self.channels:
                         self.channels[number][0].moved = count
 
+    def _settle_calls(self, channels: list[int], ids: list[int], payloads: Iterable[memoryview]) -> None:
+        """Hands results to the calls that wait for them, and acknowledges them with the next message."""
+        now = time.monotonic()
+        for channel, number, payload in zip(channels, ids, payloads, strict=True):
+            worker = self.channels.get(channel, _CLOSED)[1]
+            if worker is not None:
+                worker.settle_result(number, payload, now)
+        self._arrived.append((channels, ids))
+
     def send_calls(
-        self, method: str, concurrent: bool, calls: Sequence[tuple[int, int, list[int]]], payloads: Sequence[Payload]
+        self, method: str, concurrent: bool, number: int, channels: list[int], payloads: Sequence[Payload]
     ) -> None:
         """Sends a call to several workers.
 
         Args:
-            calls: channel, id, and ids of results that have arrived.
-            payloads: the arguments of each call.
+            number: the id of the call, for all of them.
+            payloads: the arguments of each call, or one for all.
 
         Raises:
             WireError: the connection is closed; nothing more is sent over it.
         """
-        shared = len(calls) > 1 and all(payload is payloads[0] for payload in payloads)
-        parts = [slice(None)] if shared else cut_batches(list(map(len, payloads)))
-        for part in parts:
-            channels, ids, arrived = map(list, zip(*calls[part], strict=True))
-            sent = payloads[:1] if shared else payloads[part]
-            message = RelayedCalls(channels, ids, method, concurrent, arrived, list(map(len, sent)))
+        shared = len(payloads) < len(channels)
+        for part in [slice(None)] if shared else cut_batches(list(map(len, payloads))):
+            arrived, self._arrived = self._arrived, []
+            sent = payloads if shared else payloads[part]
+            message = RelayedCalls(channels[part], number, method, concurrent, list(map(len, sent)), arrived)
             self.connection.queue(*pack_relayed(message, sent))
         self.flush()
+
+    def acknowledge(self) -> None:
+        """Acknowledges the results that no call has acknowledged yet."""
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            with contextlib.suppress(WireError):  # then the workers send them again
+                self.connection.queue(*pack_relayed(RelayedAcks(arrived)))
+                self.flush()
 
     def flush(self) -> None:
         """Writes as much as possible now, and leaves the rest to the thread of the server. Raises WireError."""

@@ -2,10 +2,10 @@
 
 import contextlib
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.base.folders import run_shm_dir
@@ -40,7 +40,11 @@ from lockstep.watch.procfs import processes
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_orders = itertools.count()
+
+@cache
+def _call_ids(generation: int) -> Iterator[int]:
+    """Ids for the calls of all workers, of which those of one message have the same."""
+    return itertools.count(call_id_base(generation) + 1)
 
 
 class RemoteWorker:
@@ -55,17 +59,15 @@ class RemoteWorker:
         self.spec, self.name, self.node = spec, spec.name, node
         self.log = node.logs / f"{spec.name}.log"
         """Path of the worker's log, on the worker's node."""
-        self.order = next(_orders)
-        """In which the locks of several workers are taken."""
         self.pid = 0
         self.stall_limit_s, self.notice_after_s = stall_limit_s, notice_after_s
         self.progress_count, self.last_progress_at = 0, time.monotonic()
         self.connected_once = False
         self._beacon = run_shm_dir(run) / f"{spec.name}.beacon"
         self._wake = wake
-        self._lock = threading.RLock()
+        self._lock = node.calls_lock
         self._connection: WorkerConnection | None = None
-        self._ids = itertools.count(call_id_base(generation) + 1)
+        self.call_ids = _call_ids(generation)
         self._open_calls: dict[int, tuple[PendingCall[Any], MethodSignature, Payload]] = {}
         self._unacknowledged: list[int] = []
         """Ids of results that are not acknowledged yet."""
@@ -89,25 +91,27 @@ class RemoteWorker:
         payload = signature.encode_arguments(args, kwargs)
         call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result, signature.concurrent)
         with self._lock:
-            opened = self._open_call(call, signature, payload)
-            if opened is not None:
-                self._send_call(signature, payload, *opened)
+            number = next(self.call_ids)
+            if self.open_call(number, call, signature, payload):
+                arrived, self._unacknowledged = self._unacknowledged, []
+                self.send_call(signature, payload, number, arrived)
         return call
 
-    def _open_call(
-        self, call: PendingCall[Any], signature: MethodSignature, payload: Payload
-    ) -> tuple[int, list[int]] | None:
-        """Registers a call that the caller sends before it releases the lock. Returns its id, and the ids of results
-        that it acknowledges; None if the worker is dead, so that the call has failed."""
+    def open_call(self, number: int, call: PendingCall[Any], signature: MethodSignature, payload: Payload) -> bool:
+        """Registers a call that the caller sends before it releases `node.calls_lock`. Returns False if the worker is
+        dead, so that the call has failed."""
         if self._death is not None:
             call.fail(self._death)
-            return None
-        number = next(self._ids)
-        arrived, self._unacknowledged = self._unacknowledged, []
+            return False
         self._open_calls[number] = call, signature, payload
-        return number, arrived
+        return True
 
-    def _send_call(self, signature: MethodSignature, payload: Payload, number: int, arrived: list[int]) -> None:
+    def is_open(self, number: int) -> bool:
+        """Whether the call with this id waits for its result."""
+        return number in self._open_calls
+
+    def send_call(self, signature: MethodSignature, payload: Payload, number: int, arrived: list[int]) -> None:
+        """Sends a call, and ids of results that have arrived. The caller holds the lock."""
         self._send(pack_message(CallMessage(number, signature.name, signature.concurrent, arrived), payload))
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -195,7 +199,7 @@ class RemoteWorker:
         """Handles a message of the worker."""
         match message:
             case ResultMessage(id=number):
-                self.settle_call(number, None, payload)
+                self._settle_call(number, None, payload)
             case ResumeMessage(received=received, pid=pid):
                 if self.pid not in (0, pid):
                     raise ValueError(f"process {pid} connected as {self.name}, whose pid is {self.pid}")
@@ -204,7 +208,7 @@ class RemoteWorker:
                 error = RemoteError(
                     self.name, self.spec.rank, message.kind, message.message, message.traceback, message.code
                 )
-                self.settle_call(number, error, payload)
+                self._settle_call(number, error, payload)
             case HeartbeatMessage():
                 if self._heartbeat is None or self._heartbeat.progress_count != message.progress_count:
                     self.record_progress()
@@ -262,10 +266,22 @@ class RemoteWorker:
             self.connected_once = True
             for number, (_, signature, payload) in self._open_calls.items():
                 if number > received:
-                    self._send_call(signature, payload, number, [])
+                    self.send_call(signature, payload, number, [])
         self.record_progress()
 
-    def settle_call(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
+    def settle_result(self, number: int, payload: memoryview, now: float) -> None:
+        """Handles the result of a call that came through a relay, which is told that it has arrived."""
+        known = self._open_calls.pop(number, None)
+        if known is None:  # that of the start, or one that has come before
+            self._settle_call(number, None, payload)
+            return
+        call = known[0]
+        if not call.concurrent:
+            self.progress_count += 1
+            self.last_progress_at = now
+        call.settle(payload, now)
+
+    def _settle_call(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
         """Handles the outcome of a call."""
         with self._lock:
             known = self._open_calls.pop(number, None)
@@ -297,22 +313,25 @@ def submit_all(
     Raises:
         TypeError: as `RemoteWorker.submit`. Some workers may have been called.
     """
-    signature = signature_of(method)
+    signature, now = signature_of(method), time.monotonic()
     calls: list[Any] = []
     groups: dict[RelayLink, list[_GroupedCall]] = {}
+    encoded: tuple[tuple[Any, ...], Payload] | None = None
     for worker, args in zip(workers, arguments, strict=True):
         connection = worker.connection if isinstance(worker, RemoteWorker) else None
-        if isinstance(worker, RemoteWorker) and isinstance(connection, RelayedConnection):
-            call: PendingCall[R] = PendingCall(
-                worker, signature.qualified, signature.decode_result, signature.concurrent
-            )
-            payload = signature.encode_arguments(args, {})
-            groups.setdefault(connection.link, []).append((worker, call, payload))
-            calls.append(call)
-        else:
+        if not isinstance(worker, RemoteWorker) or not isinstance(connection, RelayedConnection):
             calls.append(worker.submit(method, *args))  # type: ignore[call-arg]
+            continue
+        if encoded is None or encoded[0] is not args:
+            encoded = args, signature.encode_arguments(args, {})
+        call: PendingCall[R] = PendingCall(
+            worker, signature.qualified, signature.decode_result, signature.concurrent, now
+        )
+        groups.setdefault(connection.link, []).append((worker, call, encoded[1]))
+        calls.append(call)
     for link, group in groups.items():
-        _submit_group(link, signature, group)
+        with group[0][0].node.calls_lock:
+            _submit_group(link, signature, group)
     return calls
 
 
@@ -320,30 +339,31 @@ _GroupedCall = tuple[RemoteWorker, PendingCall[Any], Payload]
 
 
 def _submit_group(link: RelayLink, signature: MethodSignature, group: Sequence[_GroupedCall]) -> None:
-    """Sends calls of workers behind one relay. Holds the locks of all these workers, so that calls of other threads
-    come before or after them on the link, as their ids say; in an order that is the same for all threads."""
-    locked = sorted({worker.order: worker for worker, _, _ in group}.items())
-    for _, worker in locked:
-        worker._lock.acquire()
-    try:
-        heads: list[tuple[int, int, list[int]]] = []
-        payloads: list[Payload] = []
-        for worker, call, payload in group:
-            opened = worker._open_call(call, signature, payload)
-            connection = worker._connection
-            if opened is None:
-                continue
-            if isinstance(connection, RelayedConnection) and connection.link is link:
-                heads.append((connection.channel, *opened))
-                payloads.append(payload)
-            else:  # it has connected anew
-                worker._send_call(signature, payload, *opened)
-        if heads:
-            with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
-                link.send_calls(signature.name, signature.concurrent, heads, payloads)
-    finally:
-        for _, worker in locked:
-            worker._lock.release()
+    """Sends calls of workers behind one relay. The caller holds their node's lock, so that calls of other threads come
+    before or after them on the link, as their ids say."""
+    number = next(group[0][0].call_ids)
+    channels: list[int] = []
+    payloads: list[Payload] = []
+    again: list[_GroupedCall] = []
+    for worker, call, payload in group:
+        if worker.is_open(number):  # called twice: with another id
+            again.append((worker, call, payload))
+            continue
+        connection = worker.connection
+        if not worker.open_call(number, call, signature, payload):
+            continue
+        if isinstance(connection, RelayedConnection) and connection.link is link:
+            channels.append(connection.channel)
+            payloads.append(payload)
+        else:  # it has connected anew
+            worker.send_call(signature, payload, number, [])
+    if all(payload is payloads[0] for payload in payloads):
+        payloads = payloads[:1]
+    if channels:
+        with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
+            link.send_calls(signature.name, signature.concurrent, number, channels, payloads)
+    if again:
+        _submit_group(link, signature, again)
 
 
 def worker_and_node(worker: Worker) -> str:

@@ -156,6 +156,8 @@ class RpcServer:
                     self._check_relays()
                     for worker in self.workers:
                         worker.acknowledge()
+                    for link in self._links.values():
+                        link.acknowledge()
         finally:
             if not self._closed:
                 log.critical("the RPC server's thread ended unexpectedly; all calls fail")
