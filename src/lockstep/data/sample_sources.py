@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from lockstep.data.images.image_loader import ImageLoader
-    from lockstep.data.images.image_store import ImageStore
 
 logger = logging.getLogger(__name__)
 
@@ -81,22 +80,6 @@ class SampleSource(ABC, Generic[Sample]):
         samples = [self.sample(row, epoch) for epoch, row in taken[:count]]
         self.prefetch([row for _, row in taken[count:]])
         return samples
-
-    def store_images(self, samples: Sequence[Sample], store: "ImageStore") -> None:
-        """Puts the images of samples that were taken before into the store, where it does not have them.
-
-        Raises:
-            DataError: an image cannot be used any more, or is another one than when its sample was taken.
-        """
-        for sample in samples:
-            missing = [image for image in getattr(sample, "images", ()) if image.digest not in store]
-            if not missing:
-                continue
-            now = {image.digest for image in self.by_uid(sample.uid).images}
-            changed = [image.source for image in missing if image.digest not in now]
-            if changed:
-                problem = f"{changed[0]} has changed since sample {sample.uid} was taken"
-                raise DataError(self.parts[0].path, problem, "Restore the file, or start a new run.")
 
     @property
     @abstractmethod

@@ -109,7 +109,7 @@ class ImageLoader:
             progress=self._finished,
         )  # fmt: skip
         # The store may have been emptied since.
-        is_whole = self._store is None or all(image.digest in self._store for image in loaded)
+        is_whole = self._store is None or not self._store.writes or all(image.digest in self._store for image in loaded)
         return loaded if is_whole else self._load(images)
 
     def prefetch(self, key: object, images: Sequence[RowImage]) -> None:

@@ -1,15 +1,15 @@
-"""The prepared images of samples that a resumed run reads from its ledger."""
+"""The prepared images of samples that were taken before: by a run that is resumed, or before the run began."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.base.errors import PicklableError
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.sample_sources import SampleSource
-from lockstep.data.samples import Prompt
 
 
 class ImageChanged(PicklableError, ValueError):
-    """An image that a recorded sample had is another one now."""
+    """An image that a sample had is another one now."""
 
     def __init__(self, uid: str, source: str) -> None:
         super().__init__(
@@ -19,20 +19,21 @@ class ImageChanged(PicklableError, ValueError):
         self.uid, self.source = uid, source
 
 
-def restore_images(prompts: Sequence[Prompt], source: SampleSource[Prompt], store: ImageStore) -> int:
-    """Prepares the images of recorded prompts again that are not in the store. Returns of how many prompts.
+def restore_images(samples: Sequence[Any], source: SampleSource[Any], store: ImageStore) -> int:
+    """Prepares the images of samples that are not in the store. Returns of how many samples.
 
     Args:
-        source: where the prompts came from, with the same store.
+        samples: prompts, documents or pairs, which were taken before.
+        source: where they came from, with the same store.
 
     Raises:
         ImageChanged: an image is another one now.
         DataError: an image cannot be read any more.
     """
-    lacking = [each for each in prompts if any(image.digest not in store for image in each.images)]
-    for prompt in lacking:
-        again = source.by_uid(prompt.uid)
-        for number, image in enumerate(prompt.images):
+    lacking = [each for each in samples if any(image.digest not in store for image in each.images)]
+    for sample in lacking:
+        again = source.by_uid(sample.uid)
+        for number, image in enumerate(sample.images):
             if number >= len(again.images) or again.images[number].digest != image.digest:
-                raise ImageChanged(prompt.uid, image.source)
+                raise ImageChanged(sample.uid, image.source)
     return len(lacking)

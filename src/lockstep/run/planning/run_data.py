@@ -11,6 +11,7 @@ from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationCo
 from lockstep.data.datasets import load_rows
 from lockstep.data.images.image_processor import load_image_processor
 from lockstep.data.images.image_store import ImageStore
+from lockstep.data.images.restored_images import restore_images
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
 from lockstep.data.sample_sources import SampleSource
@@ -62,17 +63,16 @@ class RunData:
 
     def store_images(self) -> None:
         """Begins to keep the images of samples, and prepares those of evaluation. Call it when the run's folder exists.
-        Raises DataError."""
+        Raises DataError, ImageChanged."""
         if self.store is not None and self.has_images:
             self.store.writes = True
             for source, samples in self.taken:
-                source.store_images(samples, self.store)
+                restore_images(samples, source, self.store)
 
     def restore_images(self, prompts: Sequence[Prompt]) -> None:
-        """Prepares the images of prompts that the ledger has, where they are lost. Raises DataError if an image has
-        changed since."""
+        """Prepares the images of prompts that the ledger has, where they are lost. Raises DataError, ImageChanged."""
         if self.store is not None:
-            self.samples.store_images(prompts, self.store)
+            restore_images(prompts, self.samples, self.store)
 
     @property
     def has_images(self) -> bool:
