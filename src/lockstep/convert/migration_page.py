@@ -12,7 +12,7 @@ from lockstep.convert.option_mapping import MappedOption, mapping_table
 from lockstep.convert.source_command import FRAMEWORKS
 
 BEGIN, END = "<!-- converter's table: begin -->", "<!-- converter's table: end -->"
-_FLAGS = ("openrlhf",)
+_FLAGS = ("openrlhf", "vlm-r1")
 """The frameworks of which the options are shown as flags."""
 
 
