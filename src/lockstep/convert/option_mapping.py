@@ -52,6 +52,8 @@ class MappingTable:
     rows: tuple[MappedOption, ...]
     others: "MappingTable | None" = None
     """The table for all options that this one has no row for."""
+    shown: tuple[str, ...] = ()
+    """Options of the other table that the page for users shows, too."""
 
     @property
     def all_rows(self) -> tuple[MappedOption, ...]:
@@ -97,4 +99,4 @@ def mapping_table(framework: str) -> MappingTable:
         for names in each:
             row = MappedOption(names, to, rule is not None, neutral=neutral, programs=programs, group=group, **entry)
             rows.append(row)
-    return MappingTable(framework, tuple(rows), others)
+    return MappingTable(framework, tuple(rows), others, tuple(content.get("shown", ())))
