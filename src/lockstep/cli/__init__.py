@@ -12,7 +12,7 @@ _COMMANDS = {
     "train": "Train a model as configured in the file: SFT, DPO, reward models, GRPO, PPO, online DPO, ...",
     "tiny": "Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer.",
     "check": "Find out before a run what would make it fail, hang or crawl, and how to fix it.",
-    "convert": "Convert a launch script or config of OpenRLHF, verl or TRL to a run's file.",
+    "convert": "Convert a launch script or config of OpenRLHF, verl, TRL or VLM-R1 to a run's file.",
     "watch": "Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.",
     "top": "Show every process of a run: stage, progress, collectives and waits; suspects are at the top.",
     "report": "Write the HTML report of a run, finished or not, and list its incidents.",

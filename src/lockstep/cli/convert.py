@@ -21,6 +21,7 @@ class Source(StrEnum):
     openrlhf = "openrlhf"
     verl = "verl"
     trl = "trl"
+    vlm_r1 = "vlm-r1"
 
 
 def command(
@@ -47,7 +48,7 @@ def command(
         bool, typer.Option("--json", help="Print the config and what became of each option as JSON.")
     ] = False,
 ) -> None:
-    """Convert a launch script or config of OpenRLHF, verl or TRL to a run's file.
+    """Convert a launch script or config of OpenRLHF, verl, TRL or VLM-R1 to a run's file.
 
     Nothing of the input is executed. Exits with 0 if the run means the same, with 3 if something is left to do (it is
     listed), and with 2 if nothing was written.

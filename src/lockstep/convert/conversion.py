@@ -294,7 +294,7 @@ class Conversion:
 
     def apply_table(self) -> None:
         """Applies the table to all options of which no rule said what becomes, and to the defaults of copied ones."""
-        for row in mapping_table(self.source.framework).rows:
+        for row in mapping_table(self.source.framework).all_rows:
             name = row.names[0]
             if row.to and not row.by_rule and self.row(name) is row and name not in self.outcomes:
                 self._copy(row, name)

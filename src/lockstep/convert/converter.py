@@ -16,11 +16,13 @@ from lockstep.convert.openrlhf.openrlhf_conversion import convert_openrlhf
 from lockstep.convert.source_command import SourceCommand, SourceFramework, read_source
 from lockstep.convert.trl.trl_conversion import convert_trl
 from lockstep.convert.verl.verl_conversion import convert_verl
+from lockstep.convert.vlm_r1.vlm_r1_conversion import convert_vlm_r1
 
 _CONVERTERS: Mapping[str, Callable[[Conversion], str]] = {
     "openrlhf": convert_openrlhf,
     "verl": convert_verl,
     "trl": convert_trl,
+    "vlm-r1": convert_vlm_r1,
 }
 """Each sets the fields that several options decide together, and returns the recipe."""
 _PLACEHOLDERS: Mapping[str, Any] = {

@@ -12,15 +12,16 @@ from lockstep.convert.option_mapping import MappedOption, mapping_table
 from lockstep.convert.source_command import FRAMEWORKS
 
 BEGIN, END = "<!-- converter's table: begin -->", "<!-- converter's table: end -->"
-_FLAGS = ("openrlhf",)
+_FLAGS = ("openrlhf", "vlm-r1")
 """The frameworks of which the options are shown as flags."""
 
 
 def migration_table(framework: str) -> str:
     """The table of a framework in Markdown: every option, what it becomes here, and a remark."""
     lines = [f"| {FRAMEWORKS[framework]} | here | remark |", "|---|---|---|"]
-    rows = mapping_table(framework).rows
-    for _, group in groupby(rows, key=lambda row: row.group):
+    table = mapping_table(framework)
+    others = [row for name in table.shown if (row := table.row(name, "")) is not None]
+    for _, group in groupby([*table.rows, *others], key=lambda row: (row in others, row.group)):
         entries = list(group)
         lines.append(f"| {_options(entries, framework)} | {_fields(entries[0])} | {_remark(entries[0])} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The tables of what each option of OpenRLHF, verl and TRL becomes: a field, nothing, or something that is not here."""
+"""The tables of what each option of another framework becomes: a field, nothing, or something that is not here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,10 +50,23 @@ class MappingTable:
 
     framework: str
     rows: tuple[MappedOption, ...]
+    others: "MappingTable | None" = None
+    """The table for all options that this one has no row for."""
+    shown: tuple[str, ...] = ()
+    """Options of the other table that the page for users shows, too."""
+
+    @property
+    def all_rows(self) -> tuple[MappedOption, ...]:
+        """The rows of this table and of the one for other options."""
+        return self.rows + (self.others.all_rows if self.others is not None else ())
 
     def row(self, name: str, program: str) -> MappedOption | None:
         """The row of an option under any of its names: an exact one, else that with the longest pattern. Of several,
         one for the program."""
+        own = self._own_row(name, program)
+        return self.others.row(name, program) if own is None and self.others is not None else own
+
+    def _own_row(self, name: str, program: str) -> MappedOption | None:
         short = program.rpartition(".")[2]
         mine = [row for row in self.rows if not row.programs or short in row.programs]
         exact = [row for row in mine if name in row.names]
@@ -76,8 +89,9 @@ def _strings(value: Any) -> tuple[str, ...]:
 def mapping_table(framework: str) -> MappingTable:
     """Reads the table of a framework."""
     text = resources.files("lockstep.convert").joinpath("tables", f"{framework}.yaml").read_text(encoding="utf-8")
-    rows = []
-    for group, entry in enumerate(yaml.safe_load(text)["options"]):
+    content, rows = yaml.safe_load(text), []
+    others = mapping_table(content["also"]) if "also" in content else None
+    for group, entry in enumerate(content["options"]):
         rule = entry.pop("rule", None)
         to, programs = _strings(rule or entry.pop("to", ())), _strings(entry.pop("programs", ()))
         neutral = tuple(entry.pop("neutral")) if "neutral" in entry else None
@@ -85,4 +99,4 @@ def mapping_table(framework: str) -> MappingTable:
         for names in each:
             row = MappedOption(names, to, rule is not None, neutral=neutral, programs=programs, group=group, **entry)
             rows.append(row)
-    return MappingTable(framework, tuple(rows))
+    return MappingTable(framework, tuple(rows), others, tuple(content.get("shown", ())))

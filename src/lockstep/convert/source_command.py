@@ -18,6 +18,7 @@ from lockstep.convert.inference_stages import (
     server_settings,
 )
 from lockstep.convert.refused_programs import check_convertible
+from lockstep.convert.vlm_r1.vlm_r1_options import vlm_r1_options
 from lockstep.doctor.configs.config_files import ConfigDocument, leaves, parse_config, read_config
 from lockstep.doctor.configs.config_settings import (
     UNKNOWN_VALUE,
@@ -37,8 +38,8 @@ from lockstep.doctor.configs.training_commands import (
 from lockstep.doctor.configs.trl_settings import trl_options, trl_program
 from lockstep.doctor.configs.verl_settings import VERL_PROGRAM
 
-SourceFramework = Literal["openrlhf", "verl", "trl"]
-FRAMEWORKS: Mapping[str, str] = {"openrlhf": "OpenRLHF", "verl": "verl", "trl": "TRL"}
+SourceFramework = Literal["openrlhf", "verl", "trl", "vlm-r1"]
+FRAMEWORKS: Mapping[str, str] = {"openrlhf": "OpenRLHF", "verl": "verl", "trl": "TRL", "vlm-r1": "VLM-R1"}
 """The names of the frameworks, by the value of `--from`."""
 SFT_PROGRAMS = ("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray")
 """verl's programs for supervised fine-tuning; Ray starts the ranks of the last one."""
@@ -116,7 +117,8 @@ def read_source(framework: SourceFramework, given: Sequence[str]) -> SourceComma
         raise NotConvertible(
             f"{_shown(document.file)}: it starts {len(jobs)} trainings (lines {lines}): put each into a file of its own"
         )
-    read = {"openrlhf": _read_openrlhf, "verl": _read_verl, "trl": _read_trl}[framework]
+    readers = {"openrlhf": _read_openrlhf, "verl": _read_verl, "trl": _read_trl, "vlm-r1": _read_vlm_r1}
+    read = readers[framework]
     source = read(jobs[0], folder)
     source.ranks, source.through_ray = jobs[0].launcher.world_size or source.ranks, jobs[0].through_ray
     source.variables = jobs[0].workers
@@ -155,7 +157,7 @@ def _trainings(
     framework: SourceFramework, found: Sequence[TrainingCommand]
 ) -> tuple[list[TrainingCommand], list[TrainingCommand]]:
     """The trainings of a framework, and the commands beside them that generate or score completions."""
-    mine = [job for job in found if job.framework == framework]
+    mine = [job for job in found if job.framework == ("trl" if framework == "vlm-r1" else framework)]
     beside = [job for job in mine if job.program == INFERENCE]
     trainings = [job for job in mine if job.program != INFERENCE]
     return (trainings, beside) if trainings else (beside, [])
@@ -270,6 +272,15 @@ def _read_trl(job: TrainingCommand, folder: Path) -> SourceCommand:
     return source
 
 
+def _read_vlm_r1(job: TrainingCommand, folder: Path) -> SourceCommand:
+    """Reads the options of `grpo_jsonl.py`, `grpo_rec.py`, or a script derived from them."""
+    if "sft" in job.program.lower():
+        raise NotConvertible(f"{job.program}: VLM-R1's SFT uses LLaMA-Factory or TRL: convert it with --from trl")
+    options, settings = vlm_r1_options(), ConfigSettings()
+    rest = add_arguments(settings, job.words, options)
+    return SourceCommand("vlm-r1", "grpo", settings, options, job.location, words=tuple(rest))
+
+
 def _named_config(name: str, folder: Path) -> Path:
     """The file of `--config`: relative to the working directory, as for TRL, or to the folder of the script."""
     here, beside = Path(name), folder / name
@@ -327,8 +338,9 @@ def _read_tree(framework: SourceFramework, document: ConfigDocument) -> SourceCo
     location, settings = ConfigLocation(document.file, 0), ConfigSettings()
     for setting in _tree_settings(document, deep=framework == "verl"):
         settings.add(setting)
-    if framework == "openrlhf":
-        raise NotConvertible(f"{document.file}: OpenRLHF has no config files, only command lines: give the script")
+    if framework in ("openrlhf", "vlm-r1"):
+        shown = f"{document.file}: {FRAMEWORKS[framework]}"
+        raise NotConvertible(f"{shown} has no config files, only command lines: give the script")
     if framework == "verl":
         program = _verl_program("", settings)
         source = SourceCommand("verl", program, settings, _verl_options(program, settings), location)

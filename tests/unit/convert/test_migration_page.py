@@ -9,7 +9,7 @@ from lockstep.convert.migration_page import migration_table, updated_page
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize("framework", ["openrlhf", "verl", "trl"])
+@pytest.mark.parametrize("framework", ["openrlhf", "verl", "trl", "vlm-r1"])
 def test_the_table_of_a_page_is_current(framework: str) -> None:
     page = (DOCS / f"from-{framework}.md").read_text()
     assert page == updated_page(page, framework), "run: python -m lockstep.convert.migration_page docs"

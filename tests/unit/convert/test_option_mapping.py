@@ -7,11 +7,12 @@ from lockstep.config.other_frameworks import ABSENT_KEYS, QUALIFIED_KEYS, RENAME
 from lockstep.config.recipes import RECIPES
 from lockstep.convert.inference_stages import INFERENCE, inference_options, server_options
 from lockstep.convert.option_mapping import mapping_table
+from lockstep.convert.vlm_r1.vlm_r1_options import vlm_r1_options
 from lockstep.doctor.configs.option_tables import option_programs, option_table
 from lockstep.doctor.configs.training_commands import TRL_COMMANDS
 from lockstep.doctor.configs.trl_settings import trl_options
 
-FRAMEWORKS = ("openrlhf", "verl", "trl")
+FRAMEWORKS = ("openrlhf", "verl", "trl", "vlm-r1")
 KNOWN = {key for recipe in RECIPES.values() for key in dotted_keys(recipe)}
 PROGRAMS = [
     *[
@@ -23,6 +24,7 @@ PROGRAMS = [
     *[("verl", each, frozenset(option_table("verl", each).options)) for each in option_programs("verl")],
     ("trl", "grpo", frozenset(server_options())),
     *[("trl", program, frozenset(trl_options(program))) for program in (*TRL_COMMANDS, "online_dpo")],
+    ("vlm-r1", "grpo", frozenset(vlm_r1_options())),
 ]  # fmt: skip
 
 

@@ -24,9 +24,9 @@ def convert_trl(conv: Conversion) -> str:
     if conv.source.own_script:
         conv.note("the script itself is not read: what it sets in code (rewards, data, adapters) is not converted")
     fields.set_name(conv, "output_dir", "run_name", f"trl-{program}")
-    _set_model(conv, exact=recipe in ("preference", "reward", "online_dpo"))
+    set_trl_model(conv, exact=recipe in ("preference", "reward", "online_dpo"))
     _set_data(conv)
-    ranks = _set_ranks(conv)
+    ranks = set_trl_ranks(conv)
     updates = 1
     if recipe == "grpo":
         updates = set_trl_rollouts(conv, ranks)
@@ -34,10 +34,10 @@ def convert_trl(conv: Conversion) -> str:
         set_online_dpo(conv, ranks)
     else:
         _set_batches(conv, ranks)
-    steps, per_epoch = _set_steps(conv, ranks, updates)
-    _set_optimizer(conv, steps * updates)
-    _set_checkpoints(conv, per_epoch, updates)
-    _set_tracking(conv)
+    steps, per_epoch = set_trl_steps(conv, ranks, updates)
+    set_trl_optimizer(conv, steps * updates)
+    set_trl_checkpoints(conv, per_epoch, updates)
+    set_trl_tracking(conv)
     _set_held_out(conv, recipe, per_epoch, updates)
     if program == "sft":
         _set_sft(conv)
@@ -46,7 +46,12 @@ def convert_trl(conv: Conversion) -> str:
     return recipe
 
 
-def _set_model(conv: Conversion, exact: bool) -> None:
+def set_trl_model(conv: Conversion, exact: bool) -> None:
+    """Sets `model`, with its adapter.
+
+    Args:
+        exact: whether the recipe allows no dropout.
+    """
     fields.set_model_path(conv, "model_name_or_path")
     _set_dtype(conv)
     if conv.has("chat_template_path"):
@@ -118,7 +123,8 @@ def _mixture_source(conv: Conversion, entry: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _set_ranks(conv: Conversion) -> int:
+def set_trl_ranks(conv: Conversion) -> int:
+    """Sets `trainer.ranks`; returns them."""
     ranks = conv.facts.ranks or conv.source.ranks
     if ranks is None:
         conv.need("trainer.ranks", "batch sizes are per process, and their number is not known: give --ranks N")
@@ -156,7 +162,7 @@ def _set_batches(conv: Conversion, ranks: int) -> None:
     conv.drop("max_prompt_length", "only the whole sample has a limit")
 
 
-def _set_steps(conv: Conversion, ranks: int, updates: int) -> tuple[int, int | None]:
+def set_trl_steps(conv: Conversion, ranks: int, updates: int) -> tuple[int, int | None]:
     """Sets `steps`; returns them, and the optimizer steps of an epoch if they are known."""
     rows = conv.facts.rows
     per_epoch = None
@@ -183,7 +189,8 @@ def _set_steps(conv: Conversion, ranks: int, updates: int) -> tuple[int, int | N
     return steps, per_epoch
 
 
-def _set_optimizer(conv: Conversion, updates: int) -> None:
+def set_trl_optimizer(conv: Conversion, updates: int) -> None:
+    """Sets the optimizer and its schedule over `updates` optimizer steps."""
     betas = [conv.number_or("adam_beta1", 0.9), conv.number_or("adam_beta2", 0.999)]
     names = [name for name in ("adam_beta1", "adam_beta2") if name in conv.given] or ["adam_beta1", "adam_beta2"]
     conv.put("trainer.optimizer.betas", betas, *names)
@@ -201,7 +208,8 @@ def _set_optimizer(conv: Conversion, updates: int) -> None:
         conv.put("trainer.collective_timeout_s", conv.number("ddp_timeout"), "ddp_timeout")
 
 
-def _set_checkpoints(conv: Conversion, per_epoch: int | None, updates: int) -> None:
+def set_trl_checkpoints(conv: Conversion, per_epoch: int | None, updates: int) -> None:
+    """Sets `checkpoint` from optimizer steps of an epoch, and of a step."""
     _set_events(conv, "checkpoint.every", "save_strategy", "save_steps", per_epoch, updates, "steps")
     fields.set_kept(conv, "save_total_limit")
 
@@ -242,7 +250,8 @@ def _set_events(
         conv.put(key, max(1, round(amount / updates)) if amount > 0 else 0, *names, keep=True)
 
 
-def _set_tracking(conv: Conversion) -> None:
+def set_trl_tracking(conv: Conversion) -> None:
+    """Sets the trackers."""
     chosen = [each for each in conv.items("report_to") if each not in ("none", "tensorboard")]
     known = {"wandb": "project", "mlflow": "experiment"}
     trackers: list[dict[str, Any]] = []

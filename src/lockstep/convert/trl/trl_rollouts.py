@@ -1,5 +1,6 @@
 """Rules of TRL's GRPO and RLOO: batches, losses, engines and rewards."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.convert import shared_fields as fields
@@ -17,13 +18,17 @@ def optimizer_batch(conv: Conversion, ranks: int) -> int:
     return conv.count(BATCH[0], 8) * conv.count(BATCH[1], 1) * ranks
 
 
-def set_trl_rollouts(conv: Conversion, ranks: int) -> int:
-    """Sets the fields of a run with rollouts; returns the optimizer steps of a step."""
+def set_trl_rollouts(conv: Conversion, ranks: int, set_rewards: Callable[[Conversion], None] | None = None) -> int:
+    """Sets the fields of a run with rollouts; returns the optimizer steps of a step.
+
+    Args:
+        set_rewards: sets the reward terms, for frameworks that have others than TRL.
+    """
     updates = _set_batches(conv, ranks)
     _set_advantage(conv)
     _set_loss(conv)
     set_trl_engine(conv, ranks)
-    set_trl_rewards(conv)
+    (set_rewards or set_trl_rewards)(conv)
     return updates
 
 
