@@ -88,6 +88,13 @@ def test_two_ranks_compute_what_one_process_computes(
             assert {each: found[each] for each in metrics} == pytest.approx(metrics, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", [*vr.FAMILIES, "frozen", "adapter"])
+def test_the_ranks_find_that_rows_with_images_are_exact(name: str, pair: Results) -> None:
+    for rank in pair[name]:
+        found = rank.extra["packing"]
+        assert found.mode == "forest" and "with images, its own forward" in found.reason
+
+
 def test_images_were_on_one_rank_only(pair: Results) -> None:
     first, second = (result.extra["images"] for result in pair["qwen3_vl"])
     assert first == [2, 1, 0] and second == [0, 0, 0]

@@ -191,6 +191,7 @@ class Case:
         result.weights = tr.rows_of_all(trainer)
         result.extra["images"] = [len(row.images or ()) for row in rows]
         result.extra["published"] = [each.name for each in trainer.parameters()]
+        result.extra["packing"] = trainer.probe_packing()
         result.extra["constant"] = trainer.forward.images.constant  # type: ignore[attr-defined]
         if self.export:
             trainer.export(folder / f"exported-{kind}-{ranks.world}")
