@@ -76,9 +76,11 @@ class SampleSource(ABC, Generic[Sample]):
         if not self.has_images:
             return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
         taken = self._order.take(start, 2 * count)
-        self.prefetch([row for _, row in taken[:count]])
+        now = [row for _, row in taken[:count]]
+        self.prefetch(now)
         samples = [self.sample(row, epoch) for epoch, row in taken[:count]]
-        self.prefetch([row for _, row in taken[count:]])
+        following = dict.fromkeys(row for _, row in taken[count:])
+        self.prefetch([row for row in following if row not in now])
         return samples
 
     @property
@@ -166,7 +168,9 @@ class DatasetSource(SampleSource[Sample]):
             raise DataError(self._rows.path, f"holding out {count} of {rows.size} rows leaves none to train on", remedy)
         drawn = permutation(rows.size, HOLD_OUT_KEY, self._order.seed)
         self._order = EpochOrder(np.sort(rows[drawn[count:]]), self._order.seed, self._order.shuffle)
-        return [self.sample(int(row)) for row in np.sort(rows[drawn[:count]])]
+        held_out = np.sort(rows[drawn[:count]]).tolist()
+        self.prefetch(held_out)
+        return [self.sample(row) for row in held_out]
 
     @property
     def has_images(self) -> bool:

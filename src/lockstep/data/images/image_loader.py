@@ -1,5 +1,6 @@
 """Prepares the images of samples, in threads and ahead of time, and puts them into the run's store."""
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -134,5 +135,18 @@ class ImageLoader:
                 except ImageRefused as error:
                     raise UnusableImage(image.source, f"is refused: {error}") from error
             expansion = self.processor.expansion(image.size, len(images))
-            found.append(LoadedImage(digest, expansion, image.source, image.size))
+            found.append(LoadedImage(digest, expansion, self._kept(image, digest), image.size))
         return found
+
+    def _kept(self, image: RowImage, digest: str) -> str:
+        """The path of an image's file. An image in the data is written beside the prepared one: reward functions and
+        the report read it."""
+        if image.is_file or self._store is None:
+            return image.source
+        path = self._store.path(digest).with_suffix(".original")
+        if not path.is_file():
+            unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(image.as_file())
+            unfinished.replace(path)
+        return str(path)

@@ -62,6 +62,19 @@ class RowImage:
                 self._size = _upright_size(image)
         return self._size
 
+    @property
+    def is_file(self) -> bool:
+        """Whether the image is a file, and not in the data."""
+        return isinstance(self._data, Path)
+
+    def as_file(self) -> bytes:
+        """An image in the data as the content of a file."""
+        if isinstance(self._data, Image.Image):
+            file = io.BytesIO()
+            self.pixels().save(file, "PNG")
+            return file.getvalue()
+        return self.content()
+
     def content(self) -> bytes:
         """The bytes that identify the image: those of its file, or its pixels.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 from vision_folders import load, picture, png, transformers_processor, vision_folder
 
@@ -148,7 +149,7 @@ def test_verls_parquet(opener: Opener, tmp_path: Path) -> None:
     assert first.tokens.tolist() == opener.expected([{"role": "user", "content": parts("image", "find x")}], [(30, 50)])
     opener.check(first.tokens, first.images, [(30, 50)])
     assert (first.answer, second.answer, second.images) == ("5", "6", [])
-    assert first.images[0].source == "image 0 of row 0"
+    assert Path(first.images[0].source).read_bytes() == png((30, 50)), "a file that reward functions can read"
     assert json.loads(json.dumps(first.columns))["images"] == ["image 0"]
 
 
@@ -176,6 +177,7 @@ def test_datasets_with_image_features(qwen: Opener, tmp_path: Path) -> None:
     source = qwen.open("prompts", tmp_path / "saved")
     first, second = source.take(0, 2)
     qwen.check(first.tokens, first.images, [(30, 50)])
+    np.testing.assert_array_equal(np.asarray(Image.open(first.images[0].source)), np.asarray(picture((30, 50))))
     assert second.images == [] and json.dumps(first.columns)
 
 
