@@ -19,7 +19,7 @@ from lockstep.train.forward import image_inputs
 from lockstep.train.forward.image_inputs import ImageInputs
 from lockstep.train.forward.target_values import ForwardSettings, evaluate_each
 
-FAMILIES = ("qwen3_vl", "llava_onevision")
+FAMILIES = ("qwen3_vl", "llava_onevision", "idefics3", "gemma3")
 CPU = torch.device("cpu")
 
 
