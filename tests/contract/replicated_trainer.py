@@ -34,7 +34,7 @@ from lockstep.train.lazy_weights import LazyWeight
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics, metric_vector_size
 from lockstep.train.model_export import export_model
 from lockstep.train.objective import ModelOutput, check_fields, make_objective
-from lockstep.train.optimizer import clip_gradients, decay_groups, learning_rate, square_norm
+from lockstep.train.optimizer import clip_gradients, learning_rate, optimizer_groups, square_norm
 from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_kinds import TRAINERS, TrainerKind
 from lockstep.train.trainer_plan import PlannedCollective, TrainerPlanner
@@ -48,7 +48,9 @@ KIND = "replicated"
 class ReplicatedTrainer:
     """One rank of a trainer (`lockstep.train.trainer_protocol.Trainer`)."""
 
-    def __init__(self, role: TrainRole, ranks: ParallelContext, generation: int = 1) -> None:
+    def __init__(
+        self, role: TrainRole, ranks: ParallelContext, generation: int = 1, images: Path | None = None
+    ) -> None:
         self.role, self.ranks = role, ranks
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
         if self.compute_dtype != torch.float32:
@@ -175,7 +177,9 @@ class ReplicatedTrainer:
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         settings = self.role.trainer.optimizer
-        groups = decay_groups(self.policy, self.weights, settings.weight_decay)
+        groups = optimizer_groups(
+            self.policy, self.weights, dict.fromkeys(self.weights, "language"), settings.weight_decay
+        )
         optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
         for weight in self.weights.values():  # else the moments do not exist before the first step
             moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}

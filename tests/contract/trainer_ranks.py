@@ -160,9 +160,9 @@ def device_of(rank: int) -> torch.device:
     return torch.device(DEVICE, rank) if DEVICE == "cuda" else torch.device(DEVICE)
 
 
-def create(role: TrainRole, ranks: ParallelContext | None = None) -> Trainer:
+def create(role: TrainRole, ranks: ParallelContext | None = None, images: Path | None = None) -> Trainer:
     """One rank of the role's trainer; alone, without `ranks`."""
-    return trainer_kind(role).create(role, ranks or alone(), 1)
+    return trainer_kind(role).create(role, ranks or alone(), 1, images)
 
 
 def minibatch_of(trainer: Trainer, batch: TrainingBatch, role: TrainRole, rank: int = 0) -> MiniBatch:

@@ -49,9 +49,10 @@ def test_the_policy_equals_the_one_on_the_cpu(folder: Path, dtype: str, toleranc
     torch.testing.assert_close(found.float().cpu(), expected, atol=tolerance, rtol=0)
 
 
-def test_the_merge_of_variable_length_parts_is_exact() -> None:
+@pytest.mark.parametrize("whole", [(), (1, 4)], ids=["text", "with images"])
+def test_the_merge_of_variable_length_parts_is_exact(whole: tuple[int, ...]) -> None:
     """bfloat16 against float32 with a mask, forward and gradients; the tolerance is bfloat16's."""
-    layout = RowLayout([40, 64, 33, 7, 5, 90, 12], [-1, 0, 0, 2, -1, 4, 5])
+    layout = RowLayout([40, 64, 33, 7, 5, 90, 12], [-1, 0, 0, 2, -1, 4, 5], whole=whole)
     q, k, v = (torch.randn(layout.tokens, heads, 64, device="cuda") for heads in (4, 2, 2))
     weights = torch.randn_like(q)
     found = [x.bfloat16().requires_grad_() for x in (q, k, v)]

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lockstep.config.section import Section
+from lockstep.config.vision import ImageDataConfig
 
 
 class ProceduralTask(Section):
@@ -55,7 +56,10 @@ class DatasetConfig(Section):
     """System message for conversational prompts that have none."""
     overlong: Literal["error", "drop", "truncate"] = "error"
     """For a sample longer than the context: refuse the run, drop the row and count it, or (pairs only) cut the longer
-    completions at their ends and count the pairs."""
+    completions at their ends and count the pairs. A prompt, and so an image, is never cut."""
+
+    images: ImageDataConfig = ImageDataConfig()
+    """Images of the rows, for a vision-language model."""
 
     @model_validator(mode="after")
     def _check_task(self) -> Self:

@@ -94,7 +94,7 @@ def suggest_key(key: str, here: list[type[BaseModel]], root: type[BaseModel], pa
 
 def find_keys(name: str) -> list[str]:
     """Returns the dotted keys of any recipe that a user may mean: by another framework's name, by the whole key, or by
-    its last part; at most three. Empty if there are none, or more."""
+    its last part; at most three. If there are more, those with the fewest parts; empty if these are more as well."""
     known = dict.fromkeys(key for recipe in RECIPES.values() for key in dotted_keys(recipe))
     for meant in (counterpart_of(name), name):
         if meant in known:
@@ -102,6 +102,9 @@ def find_keys(name: str) -> list[str]:
     if "." in name:
         return []
     alike = [key for key in known if key.rpartition(".")[2] == name]
+    if len(alike) > 3:
+        fewest = min(key.count(".") for key in alike)
+        alike = [key for key in alike if key.count(".") == fewest]
     return alike if len(alike) <= 3 else []
 
 

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from lockstep.config.section import Section
+from lockstep.config.vision import VisionConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -24,7 +25,8 @@ class AdapterConfig(Section):
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """On the adapter's input, in training only; the masks depend on step and micro-batch, also after resuming."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field("all-linear", min_length=1)
-    """Names of linear layers, or suffixes (`q_proj`); `all-linear` means all except the output layer."""
+    """Names of linear layers, or suffixes (`q_proj`); `all-linear` means all except the output layer. Of a model that
+    sees, `all-linear` means the language model; names also reach tower and projector, unless they are frozen."""
     modules_to_save: tuple[str, ...] = ()
     """Names of modules, or suffixes (`lm_head`, `embed_tokens`, `norm`), that are fully trained in addition to the
     adapter and exported with it. Weights that the model ties stay tied."""
@@ -74,6 +76,8 @@ class ModelConfig(Section):
     absent, the model's `router_aux_loss_coef` if its config has `output_router_logits: true`, else none."""
     max_length: int | None = Field(None, gt=0)
     """Longest sequence (prompt and completion); the model's own limit when absent."""
+    vision: VisionConfig = VisionConfig()
+    """Images of a vision-language model."""
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:

@@ -84,8 +84,8 @@ class Forest:
     fields: dict[str, np.ndarray]
     """Per-target values, float32 `[targets]` each, by name."""
     images: dict[int, list[PlacedImage]] | None = None
-    """The images of each segment that has any, with places within the segment; None if the data has no images at
-    all."""
+    """The images of each segment that has any, with places within the segment. None means that the data has no images
+    at all, `{}` that other steps' samples have some: then the vision tower is called for every row."""
 
     @classmethod
     def of(
@@ -122,6 +122,7 @@ class Forest:
             term_segment=np.repeat(np.arange(len(segments)), [len(each) for each in terms]),
             term_sequence=np.asarray([number for each in terms for number in each], np.int32),
             fields=_target_fields(segments, targets, [names[number] for number in owner.tolist()]),
+            images={n: list(each.images) for n, each in enumerate(segments) if each.images} or None,
         )
 
     def __len__(self) -> int:
@@ -180,6 +181,14 @@ class Forest:
             found[at] = True
         return found
 
+    @cached_property
+    def features(self) -> np.ndarray:
+        """int64 `[segments]`: number of features of the images in each segment."""
+        found = np.zeros(len(self.parent), np.int64)
+        for segment, images in (self.images or {}).items():
+            found[segment] = sum(image.places.size for image in images)
+        return found
+
     def path(self, segment: int) -> list[int]:
         """Returns the segments from the root to the given one."""
         found = [segment]
@@ -214,6 +223,10 @@ def _check_tree(segments: Sequence[Segment], name: str) -> None:
             )
         if segment.parent < 0 and segment.target_offsets.size and segment.target_offsets[0] == 0:
             raise ValueError(f"{where} has its first token as a target, but no token precedes it")
+        for image in segment.images:
+            if image.places.size and not 0 <= image.places[0] <= image.places[-1] < segment.tokens.size:
+                span = f"{image.places[0]} to {image.places[-1]}"
+                raise ValueError(f"{where} has {segment.tokens.size} tokens, but an image at places {span}")
         shapes: list[tuple[int, ...]] = [(len(segment.sequences), segment.tokens.size)]
         if len(segment.sequences) == 1:
             shapes.append((segment.tokens.size,))

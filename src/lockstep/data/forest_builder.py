@@ -126,6 +126,7 @@ def _single_turn_forest(
         term_segment=place[len(groups) :],
         term_sequence=numbers.astype(np.int32),
         fields=fields,
+        images={int(place[g]): each.prompt.images for g, each in enumerate(groups) if each.prompt.images} or None,
     )
 
 
@@ -154,7 +155,7 @@ def _multi_turn_trees(
             for k in range(size)
             if g * size + k in learned
         ]
-        segments = [Segment(np.asarray(group.prompt.tokens, np.int32))]
+        segments = [Segment(np.asarray(group.prompt.tokens, np.int32), images=group.prompt.images)]
         _add_segments(segments, 0, 0, [term for term in terms if term.tokens.size])
         trees.append(segments)
     return trees
@@ -239,7 +240,8 @@ def forest_from_documents(documents: Sequence[Document]) -> Forest:
     trees = []
     for number, document in enumerate(documents):
         mask = np.asarray(document.loss_mask, np.bool_)
-        trees.append([Segment(np.asarray(document.tokens, np.int32), -1, mask, {}, number)])
+        tokens = np.asarray(document.tokens, np.int32)
+        trees.append([Segment(tokens, -1, mask, {}, number, document.images)])
     return Forest.of(trees, [document.uid for document in documents])
 
 
@@ -248,17 +250,20 @@ def forest_from_pairs(pairs: Sequence[Pair], learn_prompts: bool = False) -> For
     better completion of pair i, 2i + 1 the worse one.
 
     Args:
-        learn_prompts: the tokens of prompts are targets too, of the better completions' sequences; the field
-            `in_prompt` is 1 for them and 0 for others.
+        learn_prompts: the tokens of prompts, without those of images, are targets too, of the better completions'
+            sequences; the field `in_prompt` is 1 for them and 0 for others.
     """
     trees = []
     for number, pair in enumerate(pairs):
         sides = [(pair.chosen, pair.chosen_mask, 2 * number), (pair.rejected, pair.rejected_mask, 2 * number + 1)]
         if learn_prompts:
             learned = np.arange(pair.prompt.size) > 0
-            root = Segment(pair.prompt, -1, learned, {"in_prompt": np.ones(pair.prompt.size, np.float32)}, 2 * number)
+            for image in pair.images:
+                learned[image.places] = False
+            in_prompt = np.ones(pair.prompt.size, np.float32)
+            root = Segment(pair.prompt, -1, learned, {"in_prompt": in_prompt}, 2 * number, pair.images)
         else:
-            root = Segment(pair.prompt)
+            root = Segment(pair.prompt, images=pair.images)
         trees.append([root])
         for tokens, mask, sequence in sides:
             fields = {"in_prompt": np.zeros(tokens.size, np.float32)} if learn_prompts else {}
@@ -276,7 +281,7 @@ def forest_of_scored_pairs(pairs: Sequence[Pair]) -> Forest:
     last token, so that the target's source is that token. The field `margin` is the pair's margin."""
     trees = []
     for number, pair in enumerate(pairs):
-        trees.append([Segment(pair.prompt)])
+        trees.append([Segment(pair.prompt, images=pair.images)])
         for tokens, sequence in ((pair.chosen, 2 * number), (pair.rejected, 2 * number + 1)):
             scored = np.append(tokens, np.int32(PLACEHOLDER))
             last = np.arange(scored.size) == tokens.size
@@ -338,5 +343,5 @@ def forest_from_labelled(samples: Sequence[LabelledCompletion], mismatched: bool
             other = samples[number - 1].completion[: longest - sample.prompt.size]
             sides.append((other, len(samples) + number))
         children = [Segment(tokens, 0, np.ones(tokens.size, np.bool_), {}, sequence) for tokens, sequence in sides]
-        trees.append([Segment(sample.prompt), *children])
+        trees.append([Segment(sample.prompt, images=sample.images), *children])
     return Forest.of(trees, [sample.uid for sample in samples])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 Bounds = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Bounds of the rows in the columns of tokens, segments and targets."""
 
-EncodedMicroBatches = tuple[list[str], bytes, bytes]
+EncodedMicroBatches = tuple[list[str], bytes, bytes, list[list[dict[str, Any]]] | None]
 """The encoded micro-batches of one rank: names of the fields; the numbers of tokens, segments and targets as int32
-`[micro-batches, 3]`; each column of all micro-batches, `_COLUMNS` as int32 and the fields as float32."""
+`[micro-batches, 3]`; each column of all micro-batches, `_COLUMNS` as int32 and the fields as float32; the images of
+each micro-batch as JSON values, None if the data has none."""
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class MicroBatch(Generic[Array]):
                 for name, values in self.fields.items()
             },
             sequences=None if self.sequences is None else indices(np.unique(self.sequences, return_inverse=True)[1]),
+            images=self.images,
         )
 
 
@@ -118,6 +120,8 @@ class MiniBatch:
     sequences: int = 0
     skipped: int = 0
     """Number of sequences that are in no row, because their groups have no gradient."""
+    images: list[list[PlacedImage]] | None = None
+    """The images of each row, with places in the row; None if the data has none."""
 
     @cached_property
     def by_rank(self) -> list[list[MicroBatch[np.ndarray]]]:
@@ -129,7 +133,9 @@ class MiniBatch:
         """Returns one micro-batch, as views of the columns."""
         bounds = (self.token_bounds, self.segment_bounds, self.target_bounds)
         parts = [slice(*each[number : number + 2]) for each in bounds]
-        return _map_columns(self.columns, lambda values, kind, _: values[parts[kind]])
+        row = _map_columns(self.columns, lambda values, kind, _: values[parts[kind]])
+        row.images = None if self.images is None else self.images[number]
+        return row
 
     def spread(self, ranks: int) -> "MiniBatch":
         """Returns the same rows for another number of ranks, in the order in which these ranks compute them. Every rank
@@ -148,7 +154,9 @@ class MiniBatch:
         columns = _map_columns(self.columns, lambda values, kind, _: values[taken[kind]])
         tokens, segments, targets = map(cumulative_bounds, sizes)
         columns, bounds = _fill_empty_rows(columns, (tokens, segments, targets), np.flatnonzero(~filled))
-        return MiniBatch(columns, *bounds, ranks, each, self.targets, self.sequences, self.skipped)
+        own = self.images
+        images = None if own is None else [own[row] if row >= 0 else [] for row in order.tolist()]
+        return MiniBatch(columns, *bounds, ranks, each, self.targets, self.sequences, self.skipped, images)
 
     def encode(self) -> Iterator[EncodedMicroBatches]:
         """Encodes the micro-batches of each rank, in the order of ranks, without `index`."""
@@ -161,12 +169,18 @@ class MiniBatch:
         at = (4 * bounds[:, :: self.microbatches]).T.tolist()
         for rank, (begin, end) in enumerate(pairwise(at)):
             data = b"".join([view[begin[kind] : end[kind]] for view, kind in zip(views, kinds, strict=True)])
-            yield names, bytes(sizes[rank * step : (rank + 1) * step]), data
+            yield names, bytes(sizes[rank * step : (rank + 1) * step]), data, self._encoded_images(rank)
+
+    def _encoded_images(self, rank: int) -> list[list[dict[str, Any]]] | None:
+        if self.images is None:
+            return None
+        rows = self.images[rank * self.microbatches : (rank + 1) * self.microbatches]
+        return [[image.to_json() for image in row] for row in rows]
 
 
 def decode_micro_batches(encoded: EncodedMicroBatches) -> list[MicroBatch[np.ndarray]]:
     """Decodes the micro-batches of a rank that `MiniBatch.encode` encoded."""
-    names, raw_sizes, data = encoded
+    names, raw_sizes, data, images = encoded
     sizes = np.frombuffer(raw_sizes, np.int32).reshape(-1, 3)
     bounds = np.zeros((len(sizes) + 1, 3), np.int64)
     np.cumsum(sizes, axis=0, out=bounds[1:])
@@ -189,6 +203,7 @@ def decode_micro_batches(encoded: EncodedMicroBatches) -> list[MicroBatch[np.nda
             sequences=part(number, 5),
             index=np.full(sizes[number, _TARGET], -1, np.int64),
             fields={name: part(number, len(_COLUMNS) + place).view(np.float32) for place, name in enumerate(names)},
+            images=None if images is None else [PlacedImage.from_json(image) for image in images[number]],
         )
         for number in range(len(sizes))
     ]
@@ -251,7 +266,27 @@ def build_mini_batch(plan: PackingPlan, forest: Forest, fields: dict[str, np.nda
         cumulative_bounds(np.bincount(row[piece_of_term], targets, count).astype(np.int64)),
     )
     columns, bounds = _fill_empty_rows(columns, bounds, np.flatnonzero(np.diff(token_bounds) == 0))
-    return MiniBatch(columns, *bounds, plan.ranks, plan.microbatches)
+    images = None
+    if forest.images is not None:
+        images = _images_of_rows(
+            forest.images, segment, row_of_segment, start[:-1] - token_bounds[row_of_segment], count
+        )
+    return MiniBatch(columns, *bounds, plan.ranks, plan.microbatches, images=images)
+
+
+def _images_of_rows(
+    images: dict[int, list[PlacedImage]], segment: np.ndarray, row: np.ndarray, begin: np.ndarray, count: int
+) -> list[list[PlacedImage]]:
+    """The images of each of `count` rows, in the order of their places.
+
+    Args:
+        segment: the segments of all rows, in the order of their tokens; `row` and `begin`: the row of each, and where
+            it begins there.
+    """
+    found: list[list[PlacedImage]] = [[] for _ in range(count)]
+    for at in np.flatnonzero(np.isin(segment, list(images))).tolist():
+        found[row[at]] += [image.moved(int(begin[at])) for image in images[int(segment[at])]]
+    return found
 
 
 def _fill_empty_rows(

@@ -211,7 +211,12 @@ class TrainingBatch:
 
 
 def pack(
-    forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "forest", whole_trees: bool = False
+    forest: Forest,
+    ranks: int,
+    token_budget: int,
+    mode: PackingMode = "forest",
+    whole_trees: bool = False,
+    images: bool = False,
 ) -> TrainingBatch:
     """Makes a batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
 
@@ -219,9 +224,13 @@ def pack(
         whole_trees: cut no tree that fits into a row, also where smaller pieces would be divided better among ranks.
         mode: `forest` computes a shared prompt once (a tree over the budget is cut, and its pieces repeat the prompt);
             `block` repeats the prompt for every sequence and has several sequences per row; `single` has one.
+        images: whether samples of other steps may have images, also if none of these has one. Then every row has a list
+            of images, as the vision tower is called for all rows.
 
     Raises:
         TokenBudgetExceeded: a sequence is longer than the budget.
         ValueError: a sequence is not a single path.
     """
+    if images and forest.images is None:
+        forest.images = {}
     return TrainingBatch(forest, ranks, token_budget, mode, whole_trees)

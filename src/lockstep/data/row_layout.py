@@ -1,10 +1,11 @@
 """The layout of a packed row: the positions of its segments, and which segments they attend to.
 
 The segments of a row form trees. A segment attends to itself (causally) and to all tokens of its ancestors. A document
-is a root; the parent of a completion is its prompt; the parent of a turn is the turn before it.
+is a root; the parent of a completion is its prompt; the parent of a turn is the turn before it. In some models, the
+tokens of an image attend to each other in both directions: such an image is a segment of its own.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -24,19 +25,27 @@ class RowLayout:
         parents: index of each segment's parent, smaller than the segment's own; -1 for a root.
         positions: int64 `[tokens]`, or `[3, tokens]` for a model with multimodal rotary positions (time, height, width;
             M-RoPE, Wang et al. 2024): what the model's position embedding gets. The path from the root if None.
+        whole: indices of the segments whose tokens attend to each other in both directions.
 
     Raises:
         ValueError: the row is empty, a length is below 1, a parent does not precede its child, or the positions have
             another shape.
     """
 
-    __slots__ = ("_cache", "_positions", "lengths", "parents", "starts", "tokens")
+    __slots__ = ("_cache", "_positions", "lengths", "parents", "starts", "tokens", "whole")
 
-    def __init__(self, lengths: list[int], parents: list[int], positions: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        parents: list[int],
+        positions: Tensor | None = None,
+        whole: Collection[int] = (),
+    ) -> None:
         if not lengths or len(lengths) != len(parents):
             raise ValueError(f"a layout needs as many parents as lengths, got {len(parents)} and {len(lengths)}")
         self.lengths = lengths
         self.parents = parents
+        self.whole = frozenset(whole)
         self.starts: list[int] = []
         position = 0
         for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
@@ -100,10 +109,10 @@ class RowLayout:
         """Returns the number of (query, key) pairs, the cost of attention."""
         total = 0
         depth: list[int] = []
-        for length, parent in zip(self.lengths, self.parents, strict=True):
+        for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
             above = 0 if parent < 0 else depth[parent] + self.lengths[parent]
             depth.append(above)
-            total += length * above + length * (length + 1) // 2
+            total += length * above + (length * length if segment in self.whole else length * (length + 1) // 2)
         return total
 
     def mask(self, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
@@ -117,7 +126,8 @@ class RowLayout:
     def _mask(self, window: int | None) -> Tensor:
         mask = torch.zeros(self.tokens, self.tokens, dtype=torch.bool)
         for segment, (start, stop, _) in enumerate(self.segments()):
-            mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+            own = torch.ones(stop - start, stop - start, dtype=torch.bool)
+            mask[start:stop, start:stop] = own if segment in self.whole else own.tril()
             for above in self.ancestors(segment):
                 mask[start:stop, self.starts[above] : self.starts[above] + self.lengths[above]] = True
         if window is not None:
@@ -161,5 +171,6 @@ class RowLayout:
             return 0, self.tokens, self
         parents = [parent if parent < 0 else parent - first for parent in self.parents[first:last]]
         start = self.starts[first]
-        piece = RowLayout(self.lengths[first:last], parents)
+        whole = [segment - first for segment in self.whole if first <= segment < last]
+        piece = RowLayout(self.lengths[first:last], parents, whole=whole)
         return start, start + piece.tokens, piece

@@ -188,6 +188,8 @@ class LabelledCompletion:
     prompt: np.ndarray
     completion: np.ndarray
     desirable: bool
+    images: list[PlacedImage] = field(default_factory=list)
+    """In the order of their places in `prompt`."""
 
 
 @dataclass(slots=True)

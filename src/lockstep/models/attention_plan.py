@@ -1,6 +1,7 @@
 """Plans which dense attention calls compute a packed row, once per row. The plan consists of indices only.
 
-Every segment attends to itself causally and to all tokens of its ancestors; each of the two is a dense call. All
+Every segment attends to itself, causally unless it is whole, and to all tokens of its ancestors; each of the two is a
+dense call. All
 descendants of an ancestor are in one call, so that its keys and values are read once. Consecutive segments of equal
 length are one call on views. Short segments are gathered and padded into calls with others of similar length, because
 every call has a fixed cost. The last layer computes only queries that predict a target (`QuerySubset`).
@@ -162,17 +163,19 @@ class AttentionCall:
     keys: TokenSelection
     """Positions in the row."""
     is_self: bool
-    """Whether segments attend to themselves, causally: the queries are the last of the keys. Otherwise queries attend
-    to all keys, which are those of ancestors."""
+    """Whether segments attend to themselves: causally, when the queries are the last of the keys, unless `is_whole`.
+    Otherwise queries attend to all keys, which are those of ancestors."""
+    is_whole: bool = False
+    """Whether segments attend to themselves in both directions."""
 
     @property
     def causal(self) -> bool:
         """Whether the kernel's causal flag expresses the mask: there are as many queries as keys."""
-        return self.is_self and self.queries.length == self.keys.length
+        return self.is_self and not self.is_whole and self.queries.length == self.keys.length
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """Returns `[count or 1, 1, queries or 1, keys]` to add to the scores, which masks padding and later keys."""
-        if self.is_self:
+        if self.is_self and not self.is_whole:
             return None if self.causal else _causal_mask(self.queries.length, self.keys.length, dtype)
         if isinstance(self.keys, TokenBlock) or self.keys.hidden is None:
             return None
@@ -194,6 +197,8 @@ def plan_attention_calls(subset: QuerySubset) -> list[AttentionCall]:
 def _self_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
     small: list[QueriesAndKeys] = []
     for run in _equal_runs(subset):
+        if run[0] in subset.layout.whole:
+            continue
         (start, stop), place, distance = subset.spans[run[0]], subset.places[run[0]], subset.layout.lengths[run[0]]
         length = stop - start
         if len(run) * length < MIN_VIEW_QUERIES:
@@ -208,14 +213,32 @@ def _self_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
         yield AttentionCall(
             _select_tokens([queries for queries, _ in bucket]), _select_tokens([keys for _, keys in bucket]), True
         )
+    yield from _whole_calls(subset)
+
+
+def _whole_calls(subset: QuerySubset) -> Iterator[AttentionCall]:
+    """Yields the calls of segments that attend to themselves in both directions."""
+    small: list[QueriesAndKeys] = []
+    for segment in sorted(subset.layout.whole):
+        start, queries = subset.layout.starts[segment], subset.range_of(segment)
+        keys = range(start, start + subset.layout.lengths[segment])
+        if len(queries) >= MIN_VIEW_QUERIES:
+            yield AttentionCall(_contiguous_block(queries), _contiguous_block(keys), True, True)
+        elif queries:
+            small.append((queries, keys))
+    for bucket in _length_buckets(small):
+        queries_, keys_ = ([pair[side] for pair in bucket] for side in (0, 1))
+        yield AttentionCall(_select_tokens(queries_), _select_tokens(keys_), True, True)
 
 
 def _equal_runs(subset: QuerySubset) -> Iterator[range]:
     """Yields runs of consecutive segments with equal lengths and spans."""
     row = subset.layout
     shapes = [
-        (length, first - start, last - first)
-        for start, length, (first, last) in zip(row.starts, row.lengths, subset.spans, strict=True)
+        (length, first - start, last - first, segment in row.whole)
+        for segment, (start, length, (first, last)) in enumerate(
+            zip(row.starts, row.lengths, subset.spans, strict=True)
+        )
     ]
     edges = [i for i in range(1, len(shapes)) if shapes[i] != shapes[i - 1]]
     for first, last in pairwise([0, *edges, len(shapes)]):
@@ -265,7 +288,7 @@ def ancestor_levels(subset: QuerySubset) -> list[list[tuple[range, Sequence[int]
             levels[depth[segment]].append(
                 (range(start, start + layout.lengths[segment]), _query_tokens(subset, below[segment]))
             )
-        if subset.range_of(segment) and subset.spans[segment][0] > start:
+        if subset.range_of(segment) and subset.spans[segment][0] > start and segment not in layout.whole:
             levels[depth[segment]].append((range(start, subset.spans[segment][0]), subset.range_of(segment)))
     return [level for level in levels if level]
 

@@ -21,6 +21,7 @@ attention: a causal one over all segments, then one per depth of the forest for 
 depth.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -179,22 +180,32 @@ class CascadeLevel:
     queries: TokenSpans
     keys: TokenSpans
     causal: bool
-    """True for the first level, in which segments attend to themselves."""
+    is_self: bool
+    """Whether segments attend to themselves. Such levels come first, and contain every token once."""
 
 
 def cascade_levels(layout: RowLayout, device: torch.device) -> list[CascadeLevel]:
     """Returns the parts of a row: all segments over themselves, then per depth the descendants over their ancestors."""
 
     def make(layout: RowLayout) -> list[CascadeLevel]:
-        segments = _token_spans([range(start, stop) for start, stop, _ in layout.segments()], device, is_whole_row=True)
-        levels = [CascadeLevel(segments, segments, True)]
+        levels = [*_self_levels(layout, device)]
         for level in ancestor_levels(QuerySubset.all_of(layout)):
             queries = _token_spans([list(descendants) for _, descendants in level], device)
             keys = _token_spans([list(ancestor) for ancestor, _ in level], device)
-            levels.append(CascadeLevel(queries, keys, False))
+            levels.append(CascadeLevel(queries, keys, False, False))
         return levels
 
     return layout.cached(("levels", device), make)
+
+
+def _self_levels(layout: RowLayout, device: torch.device) -> Iterator[CascadeLevel]:
+    """Yields the level of the segments that attend to themselves causally, and of those that do in both directions."""
+    segments = [range(start, stop) for start, stop, _ in layout.segments()]
+    for causal in (True, False):
+        chosen = [tokens for segment, tokens in enumerate(segments) if (segment in layout.whole) is not causal]
+        if chosen:
+            spans = _token_spans(chosen, device, is_whole_row=len(chosen) == len(segments))
+            yield CascadeLevel(spans, spans, causal, True)
 
 
 def _token_spans(pieces: list[range] | list[list[int]], device: torch.device, is_whole_row: bool = False) -> TokenSpans:
@@ -218,9 +229,15 @@ class CudaKernels:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, subset: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
         first, *others = cascade_levels(subset.layout, q.device)
         out, lse = _cuda_forward_part(first, q, k, v, scale)
+        if first.queries.index is not None:  # only a part of the row's segments attends to itself causally
+            parts, (out, lse) = (out, lse), (q.new_empty(q.shape), lse.new_empty(q.shape[1], q.shape[0]))
+            out[first.queries.index], lse[:, first.queries.index] = parts
         for level in others:
             index = level.queries.index
             part, part_lse = _cuda_forward_part(level, q, k, v, scale)
+            if level.is_self:
+                out[index], lse[:, index] = part, part_lse
+                continue
             previous, previous_lse = level.queries.take(out), lse[:, index]
             share = torch.sigmoid(part_lse - previous_lse).t()[..., None]
             out[index] = torch.lerp(previous.float(), part.float(), share).to(out.dtype)

@@ -68,7 +68,8 @@ def forest_attention(
     subset: QuerySubset | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in which each segment attends to itself causally and to all tokens of its ancestors.
+    """Attention in which each segment attends to itself, causally unless it is whole, and to all tokens of its
+    ancestors.
 
     Args:
         query: `[1, heads, tokens, head size]`.
@@ -134,7 +135,7 @@ def _masked_attention(
             piece_mask = piece.mask(q.device, piece_window)
             pieces.append(_explicit_attention(q, k, v, piece_mask, dropout, scale, softcap, sinks))
             continue
-        causal = len(piece.lengths) == 1 and piece_window is None
+        causal = len(piece.lengths) == 1 and piece_window is None and not piece.whole
         mask = None if causal else piece.mask(q.device, piece_window)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
         pieces.append(out.transpose(1, 2))

@@ -194,7 +194,18 @@ def add_linear(total: Tensor, module: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
-FUSED_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FUSED_FAMILIES = {
+    "Llama": "llama",
+    "Mistral": "mistral",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen2VL": "qwen2_vl",
+    "Qwen2_5_VL": "qwen2_5_vl",
+    "Qwen3VLText": "qwen3_vl",
+}
+"""transformers' modules, by the prefix of their classes."""
+_SHARED_MLP = {"Qwen2VL": "Qwen2MLP", "Qwen2_5_VL": "Qwen2MLP"}
+"""The class of the feed-forward part of families that have another family's."""
 
 
 class FusedDecoder:
@@ -249,11 +260,13 @@ def _check_supported(layer: Any, norm: nn.Module) -> None:
         "MLP": [layer.mlp],
         "RMSNorm": [layer.input_layernorm, layer.post_attention_layernorm, norm],
     }
-    module_name = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
+    module_name = "transformers.models.{0}.modeling_{0}".format(FUSED_FAMILIES[family])
+    names = {suffix: family + suffix for suffix in parts}
+    names["MLP"] = _SHARED_MLP.get(family, names["MLP"])
     for suffix, modules in parts.items():
         for module in modules:
-            if type(module).__name__ != family + suffix or type(module).__module__ != module_name:
-                raise UnsupportedLayers(f"{type(module).__name__} is not transformers' {family}{suffix}")
+            if type(module).__name__ != names[suffix] or type(module).__module__ != module_name:
+                raise UnsupportedLayers(f"{type(module).__name__} is not transformers' {names[suffix]}")
     if layer.self_attn.config.hidden_act != "silu":
         raise UnsupportedLayers(f"its activation is {layer.self_attn.config.hidden_act}, not silu")
 

@@ -34,6 +34,7 @@ from lockstep.models.hf_checkpoint import (
 from lockstep.models.model_loader import dequantized_weight
 from lockstep.models.policy_model import PolicyModel, hf_name
 from lockstep.models.score_model import ScoreModel
+from lockstep.models.vision.model_parts import module_parts
 
 ADAPTER_NAME = "default"
 """The name that peft gives the only adapter of a model."""
@@ -66,14 +67,18 @@ def add_adapter(policy: PolicyModel, cfg: AdapterConfig) -> None:
 
 
 def find_targets(policy: PolicyModel, cfg: AdapterConfig) -> list[str]:
-    """Returns the full names of the layers to adapt, in the model's order. Raises ModelError."""
-    modules = dict(_base_modules(policy))
+    """Returns the full names of the layers to adapt, in the model's order: none of a frozen part, and of the tower and
+    the projector only those whose names are given. Raises ModelError."""
+    modules, parts = _unfrozen_modules(policy), module_parts(policy.lm)
     possible = [
         name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not policy.head
     ]
     if cfg.target_modules == "all-linear":
         saved = set(find_modules_to_save(policy, cfg))
-        found = {name for name in possible if not _is_within(name, saved)}
+        language = (name for name in possible if id(modules[name]) not in parts)
+        found = {name for name in language if not _is_within(name, saved)}
+        if not found:
+            raise ModelError(_TARGETS_FIELD, "all-linear", "model.vision freezes the language model", "name the layers")
     else:
         found = {name for target in cfg.target_modules for name in _matching_targets(policy, target, modules, possible)}
     transposed = next((name for name in sorted(found) if isinstance(modules[name], Conv1D)), None)
@@ -86,7 +91,7 @@ def find_targets(policy: PolicyModel, cfg: AdapterConfig) -> list[str]:
 def find_modules_to_save(policy: PolicyModel, cfg: AdapterConfig) -> list[str]:
     """Returns the full names of the modules that are trained in full, in the model's order, including modules that are
     tied to them. Raises ModelError."""
-    modules = dict(_base_modules(policy))
+    modules = _unfrozen_modules(policy)
     wanted = [*cfg.modules_to_save, *policy.trained_beside_adapter]
     found = {name for target in wanted for name in _modules_with_weights(target, modules)}
     trained = {id(parameter) for name in found for parameter in modules[name].parameters()}
@@ -117,7 +122,7 @@ def peft_config(policy: PolicyModel, cfg: AdapterConfig) -> LoraConfig:
         lora_alpha=cfg.lora_alpha,
         lora_dropout=cfg.lora_dropout,
         target_modules=_short_targets(targets, list(modules))
-        if cfg.target_modules == "all-linear"
+        if cfg.target_modules == "all-linear" or policy.frozen_parts
         else [*cfg.target_modules],
         use_rslora=cfg.use_rslora,
         use_dora=cfg.kind == "dora",
@@ -291,6 +296,13 @@ def _base_modules(policy: PolicyModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def _unfrozen_modules(policy: PolicyModel) -> dict[str, nn.Module]:
+    """Returns the modules of `_base_modules`, by name, except those of frozen parts."""
+    parts = module_parts(policy.lm)
+    found = ((name, module, parts.get(id(module), "language")) for name, module in _base_modules(policy))
+    return {name: module for name, module, part in found if part not in policy.frozen_parts}
+
+
 def _short_targets(targets: list[str], names: list[str]) -> list[str]:
     """Returns the last parts of the targets' names, as vLLM and others expect them, if they match no other module. Else
     returns the full names."""
@@ -354,7 +366,8 @@ def _target_error(policy: PolicyModel, target: str, unsuitable: nn.Module | None
     known = f"the linear layers of {type(policy.lm).__name__} are {', '.join(ends)}"
     remedy = f"{hint} {known}" if hint else known
     if unsuitable is None:
-        return ModelError(_TARGETS_FIELD, target, "the model has no layer of that name", remedy)
+        where = " in the parts that model.vision trains" if policy.frozen_parts else ""
+        return ModelError(_TARGETS_FIELD, target, f"the model has no layer of that name{where}", remedy)
     if unsuitable is policy.head:
         return ModelError(_TARGETS_FIELD, target, "adapters of the output layer are not supported", known)
     return ModelError(_TARGETS_FIELD, target, f"this is a {type(unsuitable).__name__} and not a linear layer", known)

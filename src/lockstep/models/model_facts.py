@@ -16,6 +16,8 @@ from lockstep.models.lora import (
 from lockstep.models.model_loader import load_policy, resolve_dtype, usable_context
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.router_loss import RouterRecorder, router_coefficient
+from lockstep.models.vision.model_parts import MODEL_PARTS, ModelPart, changing_parts
+from lockstep.models.vision.vision_facts import VisionFacts, vision_facts
 from lockstep.models.weight_conversion import checkpoint_groups
 
 
@@ -54,9 +56,10 @@ class ModelFacts:
     dtype: str
     """Compute precision after `auto` was resolved."""
     largest_layer: int
-    """Number of parameters of the largest decoder layer."""
+    """Number of parameters of the largest decoder layer, or of what is gathered as one of the vision part if that has
+    more."""
     root: int
-    """Number of parameters outside of the decoder layers: embedding, last norm, output layer."""
+    """Number of parameters outside of the decoder layers and the vision part: embedding, last norm, output layer."""
     adapter: AdapterFacts | None = None
     router_aux_loss: float = 0.0
     """Coefficient of the routers' auxiliary loss; 0 for none."""
@@ -66,6 +69,35 @@ class ModelFacts:
     """The kind of device of the ranks, for which `dtype` was resolved."""
     fused_layers: bool = False
     """Whether the decoder layers have a fused forward, which is used in float32 on a CPU."""
+    vision: VisionFacts | None = None
+    """The tower and the projector; None for a model that reads no images."""
+    frozen: int = 0
+    """Number of parameters of the parts that `model.vision` does not train, if there is no adapter."""
+    changing: frozenset[ModelPart] = frozenset(MODEL_PARTS)
+    """Parts of which anything is trained, be it an adapter."""
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that are trained: those of an adapter, or all that are not frozen."""
+        return self.parameters - self.frozen if self.adapter is None else self.adapter.trained
+
+    @property
+    def copied(self) -> int:
+        """Number of frozen parameters of which FSDP2 leaves a copy on every rank: those of a tower, and of a projector,
+        of which nothing is trained."""
+        if self.vision is None:
+            return 0
+        sizes = {"tower": self.vision.tower, "projector": self.vision.projector}
+        return sum(size for part, size in sizes.items() if part not in self.changing)
+
+    @property
+    def vision_units(self) -> int:
+        """Number of modules of the vision part that FSDP2 gathers as one when images are computed."""
+        if self.vision is None:
+            return 0
+        tower, projector = "tower" in self.changing, "projector" in self.changing
+        own = tower * self.vision.blocks + (tower or (projector and not self.vision.beside))
+        return own + projector * self.vision.beside
 
 
 def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
@@ -79,6 +111,10 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         check_weights(policy, folder)
     total = sum(parameter.numel() for parameter in weights.values())
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in policy.layers]
+    frozen = 0 if cfg.adapter else sum(weight.numel() for weight in weights.values() if not weight.requires_grad)
+    vision = vision_facts(policy.lm)
+    seeing, largest_unit = (0, 0) if vision is None else (vision.tower + vision.projector, vision.largest_unit)
+    adapter = None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter)
     config: Any = policy.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     return ModelFacts(
@@ -90,13 +126,16 @@ def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1),
         context=usable_context(cfg, policy.config),
         dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
-        largest_layer=max(layers, default=0),
-        root=total - sum(layers),
-        adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
+        largest_layer=max([*layers, largest_unit]),
+        root=total - sum(layers) - seeing,
+        adapter=adapter,
         router_aux_loss=_router_coefficient(cfg, policy),
         layout_refusal=policy.layout_refusal,
         device=device,
         fused_layers=policy.fuse_layers() is None,
+        vision=vision,
+        frozen=frozen,
+        changing=changing_parts(policy.lm),
     )
 
 

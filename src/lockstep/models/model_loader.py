@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -33,6 +34,8 @@ from lockstep.models.hf_checkpoint import fill_head, resolve_folder
 from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.policy_model import PolicyModel, supports_forest_attention
 from lockstep.models.score_model import HEAD_WEIGHT, ScoreModel
+from lockstep.models.vision.model_parts import freeze_parts
+from lockstep.models.vision.vision_policy import VisionPolicyModel, is_vision_config
 
 _QUANTIZATION_FIELD = "model.quantization.kind"
 _MIN_CAPABILITY = {"nf4": (6, 0), "int8": (7, 5)}
@@ -95,6 +98,8 @@ log = logging.getLogger(__name__)
 _AUTO_CLASSES: Mapping[str, Any] = {"vocabulary": AutoModelForCausalLM, "score": AutoModelForSequenceClassification}
 """The class of transformers for each `model.head`."""
 _WRAPPERS: Mapping[str, Callable[[Any], PolicyModel]] = {"vocabulary": PolicyModel, "score": ScoreModel}
+_VISION = (AutoModelForImageTextToText, VisionPolicyModel)
+"""The class of transformers for vision-language models, and the wrapper."""
 _FILLED_LATER: Mapping[str, set[str]] = {"vocabulary": set(), "score": {HEAD_WEIGHT}}
 """Weights that are read or made after transformers has loaded the others."""
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError)
@@ -153,7 +158,7 @@ def load_model_config(cfg: ModelConfig) -> Any:
 def load_policy(
     cfg: ModelConfig, device: torch.device | str, meta: bool = False, dtype: torch.dtype | None = None
 ) -> PolicyModel:
-    """Loads the model as a `PolicyModel`, in evaluation mode.
+    """Loads the model as a `PolicyModel`, in evaluation mode. Parts that `model.vision` does not train are frozen.
 
     Args:
         device: the device of parameters and buffers.
@@ -162,7 +167,7 @@ def load_policy(
         dtype: precision of the parameters, such as float32 for master weights; None: the configured compute precision.
 
     Raises:
-        ModelError: the checkpoint lacks weights, or the architecture is not supported.
+        ModelError: the checkpoint lacks weights, the architecture is not supported, or all parts of it are frozen.
     """
     dtype = dtype or resolve_dtype(cfg.dtype, device)
     config = _load_supported_config(cfg)
@@ -170,11 +175,12 @@ def load_policy(
     if not meta:
         lm.to(device)
     try:
-        policy = _WRAPPERS[cfg.head](lm)
+        policy = _wrapper(cfg, config)(lm)
     except ModelError as error:
         raise ModelError("model.path", cfg.path, f"{type(lm).__name__}: {error.problem}", error.remedy) from error
     if isinstance(policy, ScoreModel) and not meta:
         fill_head(policy, resolve_folder(cfg.path, cfg.revision), seed=None)
+    freeze_parts(policy, cfg.vision)
     policy.eval()
     return policy
 
@@ -189,9 +195,10 @@ def load_quantized_policy(cfg: ModelConfig, device: torch.device, dtype: torch.d
     check_quantization(cfg, str(device))
     config = _load_supported_config(cfg)
     settings = quantization_config(cfg.quantization, dtype)
-    policy = _WRAPPERS[cfg.head](
+    policy = _wrapper(cfg, config)(
         _load_from_checkpoint(cfg, config, dtype, quantization_config=settings, device_map={"": device})
     )
+    freeze_parts(policy, cfg.vision)
     policy.eval()
     return policy
 
@@ -251,11 +258,19 @@ def _load_supported_config(cfg: ModelConfig) -> Any:
     return config
 
 
+def _auto_class(cfg: ModelConfig, config: Any) -> Any:
+    return _VISION[0] if cfg.head == "vocabulary" and is_vision_config(config) else _AUTO_CLASSES[cfg.head]
+
+
+def _wrapper(cfg: ModelConfig, config: Any) -> Callable[[Any], PolicyModel]:
+    return _VISION[1] if cfg.head == "vocabulary" and is_vision_config(config) else _WRAPPERS[cfg.head]
+
+
 def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
     folder = resolve_folder(cfg.path, cfg.revision)
     check_digests(folder)
     with quiet_transformers():
-        lm, report = _AUTO_CLASSES[cfg.head].from_pretrained(
+        lm, report = _auto_class(cfg, config).from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -282,7 +297,7 @@ def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **s
 def _build_on_meta(cfg: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
     # Only parameters are on meta: checkpoints lack buffers such as rotary frequencies, so these must be computed.
     with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=False):
-        lm = _AUTO_CLASSES[cfg.head].from_config(
+        lm = _auto_class(cfg, config).from_config(
             config,
             dtype=dtype,
             attn_implementation=_attention_implementation(cfg, config),
@@ -294,7 +309,7 @@ def _build_on_meta(cfg: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
 
 def _attention_implementation(cfg: ModelConfig, config: Any) -> str | None:
     """Returns the name of the forest attention if the architecture supports it, else None (the model's default)."""
-    mapping = _AUTO_CLASSES[cfg.head]._model_mapping
+    mapping = _auto_class(cfg, config)._model_mapping
     if type(config) not in mapping:
         if cfg.trust_remote_code:
             return None

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.data.images.image_store import PreparedImage
 from lockstep.data.packing import PackingMode
 from lockstep.data.row_layout import RowLayout
+from lockstep.models.errors import ModelError
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.vision.image_probe import compare_image
+from lockstep.models.vision.vision_policy import VisionPolicyModel
 
 _SEGMENT_LENGTH = 12
 
@@ -44,19 +48,32 @@ class _Comparison:
 
 
 @torch.no_grad()
-def probe_packing(policy: PolicyModel, compute_dtype: torch.dtype | None = None) -> PackingProbeResult:
+def probe_packing(
+    policy: PolicyModel, compute_dtype: torch.dtype | None = None, image: PreparedImage | None = None
+) -> PackingProbeResult:
     """Finds out how rows may be packed for this model: as a forest, as blocks, or one sample per row.
 
     With FSDP, every rank must call it.
 
     Args:
         compute_dtype: precision of the forward, if FSDP computes in another precision than that of the parameters.
+        image: an image to compare rows with, if the data has images.
+
+    Raises:
+        ModelError: the results for a prompt with an image differ from those of the model's own forward.
     """
+    result = _probe_text(policy, compute_dtype)
+    if image is None or not isinstance(policy, VisionPolicyModel):
+        return result
+    return _probe_image(policy, image, compute_dtype, result)
+
+
+def _probe_text(policy: PolicyModel, compute_dtype: torch.dtype | None) -> PackingProbeResult:
     if policy.layout_refusal is not None:
         return PackingProbeResult("single", policy.layout_refusal)
     name = type(policy.lm).__name__
     parameter = next(policy.parameters())
-    floor = 1e-5 if (compute_dtype or parameter.dtype) == torch.float32 else 2e-2
+    floor = _floor(compute_dtype or parameter.dtype)
     tokens = _random_tokens(policy, parameter.device)
     block, tree = _compare_block(policy, tokens), _compare_tree(policy, tokens)
     for what, found in (("two segments of a row", block), ("the branches of a tree", tree)):
@@ -69,6 +86,33 @@ def probe_packing(policy: PolicyModel, compute_dtype: torch.dtype | None = None)
         return PackingProbeResult("block", _ignores_layout(name, "the branches of a tree are not kept apart", tree))
     worst = max(block.error, tree.error)
     return PackingProbeResult("forest", f"{name}: packed rows and trees agree with separate forwards to {worst:.1e}")
+
+
+def _floor(dtype: torch.dtype) -> float:
+    """Returns the difference that rounding may cause."""
+    return 1e-5 if dtype == torch.float32 else 2e-2
+
+
+def _probe_image(
+    policy: VisionPolicyModel, image: PreparedImage, compute_dtype: torch.dtype | None, text: PackingProbeResult
+) -> PackingProbeResult:
+    """Returns the mode for rows with images, which is at most that of rows without. Raises ModelError."""
+    name, parameter = type(policy.lm).__name__, next(policy.parameters())
+    if policy.layout_refusal is not None:
+        problem = f"it cannot compute prompts with images, because {policy.layout_refusal}"
+        raise ModelError("model.path", name, problem, "use another vision-language model, or data without images")
+    found, tolerance = compare_image(policy, image), _floor(compute_dtype or parameter.dtype)
+    if found.alone > tolerance:
+        problem = f"log-probabilities after an image differ by {found.alone:.1e} from its own forward"
+        raise ModelError("model.path", name, problem, "use another vision-language model, or data without images")
+    if found.block > tolerance:
+        reason = f"two prompts with images in a row differ by {found.block:.1e} from separate forwards"
+        return PackingProbeResult("single", f"{name}: {reason}")
+    if found.tree > tolerance and text.mode == "forest":
+        reason = f"completions that share an image differ by {found.tree:.1e} from separate forwards"
+        return PackingProbeResult("block", f"{name}: {reason}")
+    worst = max(found.alone, found.block, found.tree)
+    return PackingProbeResult(text.mode, f"{text.reason}; with images, its own forward to {worst:.1e}")
 
 
 @torch.no_grad()

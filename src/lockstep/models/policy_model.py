@@ -12,6 +12,7 @@ from lockstep.models.attention_plan import QuerySubset
 from lockstep.models.errors import ModelError
 from lockstep.models.fused_decoder import FusedDecoder, UnsupportedLayers
 from lockstep.models.logprob_head import LogitTransform, split_head, target_logprobs, target_renyi_entropies
+from lockstep.models.vision.model_parts import ModelPart
 
 _PEFT_LAYER = "base_layer."
 _LM_PREFIX = "lm."
@@ -36,6 +37,8 @@ class PolicyModel(nn.Module):
         self._backbone_name, self.transform = self._split(lm)
         self.layout_refusal = _layout_refusal(lm, self.backbone)
         """Why the model cannot take rows of several segments; None if `probe_packing` has to find out."""
+        self.frozen_parts: frozenset[ModelPart] = frozenset()
+        """Parts that are not trained, not even by an adapter."""
         self.fused_decoder: FusedDecoder | None = None
         """The fused forward of the layers; None unless `fuse_layers` succeeded."""
 
@@ -118,21 +121,34 @@ class PolicyModel(nn.Module):
             ValueError: the model does not support rows of several segments (`layout_refusal`), temperature or chunk is
                 not positive, or the number of tokens differs from the layout's.
         """
+        chosen = self._hidden_at(tokens, layout, sources)
+        return self._target_outputs(chosen, targets, temperature, chunk, entropy, renyi_entropy)
+
+    def _target_outputs(
+        self, chosen: Tensor, targets: Tensor, temperature: float, chunk: int, entropy: bool, renyi_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the outputs of `forward` from the hidden states `[targets, hidden]` at the sources."""
         if temperature <= 0 or chunk < 1:
             raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
-        chosen, head = self._hidden_at(tokens, layout, sources), self.head
+        head = self.head
         hidden, settings = chosen.to(head.weight.dtype), (self.transform, temperature, chunk)
         logprobs, entropies = target_logprobs(hidden, head.weight, head.bias, targets, *settings, entropy)
         if renyi_entropy:
             entropies = target_renyi_entropies(hidden, head.weight, head.bias, *settings)
         return logprobs, entropies
 
-    def _hidden_at(self, tokens: Tensor, layout: RowLayout, sources: Tensor) -> Tensor:
-        """Computes the last hidden states at the sources, `[targets, hidden]`. Arguments and errors as in `forward`."""
+    def _hidden_at(
+        self, tokens: Tensor, layout: RowLayout, sources: Tensor, inputs: dict[str, Any] | None = None
+    ) -> Tensor:
+        """Computes the last hidden states at the sources, `[targets, hidden]`. Arguments and errors as in `forward`.
+
+        Args:
+            inputs: what the backbone gets instead of the tokens, such as their embeddings.
+        """
         if tokens.shape != (layout.tokens,):
             raise ValueError(f"tokens {list(tokens.shape)} do not fit a layout of {layout.tokens} tokens")
         subset = self._query_subset(layout, sources)
-        hidden = self._hidden(tokens, layout, subset)
+        hidden = self._hidden(inputs or {"input_ids": tokens[None]}, layout, subset)
         if subset is not None:
             sources = subset.places_of(sources)
         # Both gather. On CUDA only indexing has a deterministic backward; on CPU only index_select has a fast one.
@@ -146,19 +162,20 @@ class PolicyModel(nn.Module):
         subset = QuerySubset.of_sources(layout, sources)
         return subset if subset.tokens * 16 <= layout.tokens * 15 else None
 
-    def _hidden(self, tokens: Tensor, layout: RowLayout, subset: QuerySubset | None) -> Tensor:
+    def _hidden(self, inputs: dict[str, Any], layout: RowLayout, subset: QuerySubset | None) -> Tensor:
         """Computes the last hidden states `[subset tokens, hidden]`."""
         several = len(layout.lengths) > 1
         if several and self.layout_refusal is not None:
             raise ValueError(f"a row of {len(layout.lengths)} segments was given, but {self.layout_refusal}")
         if self.layout_refusal is not None:
-            hidden: Tensor = self.backbone(input_ids=tokens[None], use_cache=False).last_hidden_state
+            hidden: Tensor = self.backbone(**inputs, use_cache=False).last_hidden_state
             return hidden.squeeze(0)
-        positions = layout.positions().to(tokens.device).unsqueeze(-2)  # one row: [1, tokens] or [3, 1, tokens]
+        device = next(iter(inputs.values())).device
+        positions = layout.positions().to(device).unsqueeze(-2)  # one row: [1, tokens] or [3, 1, tokens]
         subset_argument = {} if subset is None else {"subset": subset}
         with forest_attention.without_model_mask():
             hidden = self.backbone(
-                input_ids=tokens[None], position_ids=positions, layout=layout, use_cache=False, **subset_argument
+                **inputs, position_ids=positions, layout=layout, use_cache=False, **subset_argument
             ).last_hidden_state
         return hidden.squeeze(0)
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -105,20 +106,35 @@ def make_tiny(folder: Path | str, model: TinyModel | None = None, *, overwrite: 
     if model is not None and fields:
         raise ValueError("give either a TinyModel or its fields, not both")
     model = model or TinyModel(**fields)
-    folder = Path(folder)
+
+    def write(scratch: Path) -> None:
+        tokenizer = char_tokenizer(model)
+        tokenizer.save_pretrained(scratch)
+        _build_model(model, tokenizer).save_pretrained(scratch)
+
+    return write_tiny(Path(folder), asdict(model), write, overwrite=overwrite)
+
+
+def write_tiny(folder: Path, recipe: dict[str, Any], write: Callable[[Path], None], *, overwrite: bool) -> Path:
+    """Writes a model's files into `folder` by `write`, all or none, unless it holds a model of the same recipe.
+
+    Args:
+        recipe: the settings as JSON values, which are written beside the model.
+
+    Raises:
+        FileExistsError: the folder has other content.
+    """
     replaced = folder.exists() and any(folder.iterdir())
     if replaced:
-        if holds_tiny(folder, model) and not overwrite:
+        if _read_recipe(folder) == recipe and not overwrite:
             return folder
         _check_replaceable(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch, hold = make_scratch_dir(f".{folder.name}.tmp-", folder.parent)
     try:
         with quiet_transformers():
-            tokenizer = char_tokenizer(model)
-            tokenizer.save_pretrained(scratch)
-            _build_model(model, tokenizer).save_pretrained(scratch)
-        (scratch / _RECIPE_FILE).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+            write(scratch)
+        (scratch / _RECIPE_FILE).write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
         scratch.chmod(0o755)
         if replaced:
             folder.rename(old := Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)) / "old")
@@ -153,11 +169,8 @@ def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
     It is a byte-level BPE that merges only the bytes of one character, because transformers rebuilds Qwen2's tokenizer
     from vocabulary and merges and ignores the rest of `tokenizer.json`.
     """
-    specials = [PAD, EOS, UNK, *([BOS] if model.bos else []), *(ROLES if model.chat else [])]
-    vocabulary, merges = _characters(specials, model.alphabet)
-    core = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=UNK, fuse_unk=True))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
+    specials = [*([BOS] if model.bos else []), *(ROLES if model.chat else [])]
+    core, vocabulary = character_core(specials, model.alphabet)
     if model.bos:
         core.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
     tokenizer = PreTrainedTokenizerFast(
@@ -173,6 +186,19 @@ def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
     if model.chat:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def character_core(specials: list[str], alphabet: str) -> tuple[Tokenizer, dict[str, int]]:
+    """Returns the tokenizer of `char_tokenizer` without transformers' part, and its vocabulary.
+
+    Args:
+        specials: special tokens in addition to those for padding, the end of a sequence and unknown characters.
+    """
+    vocabulary, merges = _characters([PAD, EOS, UNK, *specials], alphabet)
+    core = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=UNK, fuse_unk=True))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return core, vocabulary
 
 
 def _characters(specials: list[str], alphabet: str) -> tuple[dict[str, int], list[tuple[str, str]]]:

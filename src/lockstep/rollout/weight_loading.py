@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.base import waits
+from lockstep.models.vision.model_parts import parameter_parts
 from lockstep.models.weight_conversion import CheckpointNames
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.watch.beacon.writer import current_beacon
@@ -95,10 +96,12 @@ def open_receiver(where: Mapping[str, Any]) -> WeightReceiver:
 
 class ExpectedParameters:
     """The parameters that a version must have: those of the model in transformers. Tied weights must be there once,
-    under any of their names."""
+    under any of their names. A part of a vision-language model that is not trained may be missing as a whole: the
+    engine has it from the model's folder."""
 
     def __init__(self, lm: nn.Module) -> None:
         """`lm` may be on the meta device."""
+        self._parts = parameter_parts(lm)
         parameters = dict(lm.named_parameters(remove_duplicate=False))
         self.shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         self._parameter_ids = {name: id(parameter) for name, parameter in parameters.items()}
@@ -108,7 +111,11 @@ class ExpectedParameters:
         """Raises WeightsMismatch for other names or shapes."""
         unknown = sorted(set(tensors) - set(self.shapes))
         present = {self._parameter_ids[name] for name in tensors if name in self._parameter_ids}
-        missing = sorted(name for name, each in self._parameter_ids.items() if each not in present)
+        # A version without any known parameter lacks them all.
+        sent = {self._parts[each] for each in present} or set(self._parts.values())
+        missing = sorted(
+            n for n, each in self._parameter_ids.items() if each not in present and self._parts[each] in sent
+        )
         for name in sorted(set(tensors) & set(self.shapes)):
             actual, expected = tuple(tensors[name].shape), self.shapes[name]
             if actual != expected:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.config.trainer import TrainerConfig
 from lockstep.models.forest_attention import hide_from_compiler
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.vision.model_parts import changing_parts, find_vision
 from lockstep.train.compile_progress import show_compilation
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ def prepare_layers(
 
 
 def checkpoint_activations(policy: PolicyModel) -> None:
-    """Recomputes each decoder layer in the backward pass instead of keeping its activations.
+    """Recomputes each decoder layer, and each trained block of a vision tower, in the backward pass instead of keeping
+    its activations.
 
     Replaces the layer's forward and not the module, so that parameter names do not change and FSDP2's hooks run outside
     of it: a layer is gathered once for its recomputation and its backward.
@@ -61,7 +63,9 @@ def checkpoint_activations(policy: PolicyModel) -> None:
 
         return run
 
-    for layer in policy.layers:
+    vision = find_vision(policy.lm)
+    blocks = () if vision is None or "tower" not in changing_parts(policy.lm) else vision.blocks
+    for layer in (*policy.layers, *blocks):
         layer.forward = recomputed(layer.forward)
 
 
@@ -77,7 +81,8 @@ class CompilerMissing(ValueError):
 
 
 def compile_layers(policy: PolicyModel, device: torch.device) -> None:
-    """Compiles the decoder layers' forward and backward, except attention.
+    """Compiles the decoder layers' forward and backward, except attention. A vision tower is not compiled: its shapes
+    are those of the images, and its attention is that of the model.
 
     Shapes are symbolic: one compilation serves rows of all sizes, without padding. Evaluations and empty micro-batches
     run uncompiled, so that they cost no compilation. (Empty ones have one token, a size that the compiler would

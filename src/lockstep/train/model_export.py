@@ -131,6 +131,7 @@ def export_adapter(
         with quiet_transformers():
             settings.save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
+        _copy_files(resolve_folder(model.path, model.revision), temporary, _processor_files(model))
         write_digests(temporary, {file: digests})
 
 
@@ -187,7 +188,7 @@ def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> dict[
 def _write_config_and_tokenizer(
     folder: Path, policy: PolicyModel, model: ModelConfig, dtype: torch.dtype, added: Mapping[str, Any]
 ) -> None:
-    """Writes config, generation config, tokenizer, and the code of a model with remote code."""
+    """Writes config, generation config, tokenizer, image processor, and the code of a model with remote code."""
     source = resolve_folder(model.path, model.revision)
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
@@ -202,7 +203,18 @@ def _write_config_and_tokenizer(
     with quiet_transformers():
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    for path in sorted([*source.glob("*.py"), *source.glob("generation_config.json")]):
+    _copy_files(source, folder, ["*.py", "generation_config.json", *_processor_files(model)])
+
+
+def _processor_files(model: ModelConfig) -> list[str]:
+    """Returns the files of a vision-language model's processor. Its chat template is replaced by the configured one,
+    which the tokenizer has."""
+    own_template = ["chat_template.json"] if model.chat_template is None else []
+    return ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", *own_template]
+
+
+def _copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
+    for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
         shutil.copyfile(path, folder / path.name)
 
 

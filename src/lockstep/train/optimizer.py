@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from lockstep.config.trainer import AdamWConfig, LRScheduleConfig
+from lockstep.config.model import ModelConfig
+from lockstep.config.trainer import AdamWConfig, LRScheduleConfig, TrainerConfig
+from lockstep.models.vision.model_parts import MODEL_PARTS, ModelPart
 
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 
@@ -29,13 +31,24 @@ def norm_parameter_ids(model: nn.Module) -> set[int]:
     return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
 
 
-def decay_groups(model: nn.Module, weights: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the groups of torch's optimizers: the weights that decay, and those that do not. One may be empty."""
+def optimizer_groups(
+    model: nn.Module, weights: Mapping[str, nn.Parameter], parts: Mapping[str, ModelPart], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Returns the groups of torch's optimizers: of each part of the model (`part`), the weights that decay, and those
+    that do not. None is empty.
+
+    Args:
+        parts: the part of each weight.
+    """
     norms = norm_parameter_ids(model)
-    decays = {name: is_decayed(name) and id(each) not in norms for name, each in weights.items()}
+    members: dict[tuple[ModelPart, bool], list[nn.Parameter]] = {}
+    for name, each in weights.items():
+        members.setdefault((parts[name], is_decayed(name) and id(each) not in norms), []).append(each)
     return [
-        {"params": [each for name, each in weights.items() if decays[name] is decayed], "weight_decay": decay}
-        for decayed, decay in ((True, weight_decay), (False, 0.0))
+        {"params": members[part, decayed], "weight_decay": weight_decay if decayed else 0.0, "part": part}
+        for part in MODEL_PARTS
+        for decayed in (True, False)
+        if (part, decayed) in members
     ]
 
 
@@ -44,26 +57,39 @@ class ShardedAdamW:
 
     Args:
         parameters: this rank's rows by name.
+        parts: the part of the model that each parameter belongs to.
         norms: names that are not decayed, in addition to those that `is_decayed` excludes.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: AdamWConfig, norms: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        config: AdamWConfig,
+        parts: Mapping[str, ModelPart],
+        norms: Collection[str] = (),
+    ) -> None:
         self.config = config
-        self._decays = {name: is_decayed(name) and name not in norms for name in parameters}
+        self._groups = {name: (parts[name], is_decayed(name) and name not in norms) for name in parameters}
         self.steps = 0
         """Steps taken."""
         self.exp_avg = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
 
     @torch.no_grad()
-    def step(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Updates the parameters that have a gradient, in place."""
+    def step(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rates: Mapping[ModelPart, float]
+    ) -> None:
+        """Updates the parameters that have a gradient, in place.
+
+        Args:
+            rates: the learning rate of each part.
+        """
         self.steps += 1
-        with_gradient = [name for name in gradients if gradients[name].numel()]
-        for decayed in (True, False):
-            names_of_kind = [name for name in with_gradient if self._decays[name] is decayed]
-            if not names_of_kind:
-                continue
+        groups: dict[tuple[ModelPart, bool], list[str]] = {}
+        for name in gradients:
+            if gradients[name].numel():
+                groups.setdefault(self._groups[name], []).append(name)
+        for (part, decayed), names_of_kind in groups.items():
             adamw(
                 [parameters[name] for name in names_of_kind],
                 [gradients[name] for name in names_of_kind],
@@ -76,7 +102,7 @@ class ShardedAdamW:
                 amsgrad=False,
                 beta1=self.config.betas[0],
                 beta2=self.config.betas[1],
-                lr=lr,
+                lr=rates[part],
                 weight_decay=self.config.weight_decay if decayed else 0.0,
                 eps=self.config.eps,
                 maximize=False,
@@ -112,6 +138,20 @@ def clip_gradients(gradients: Mapping[str, Tensor], norm: float, max_norm: float
     the divisor."""
     if max_norm is not None and norm > max_norm:
         torch._foreach_mul_(list(gradients.values()), max_norm / (norm + 1e-6))
+
+
+def learning_rates(step: int, model: ModelConfig, trainer: TrainerConfig, total: int) -> dict[ModelPart, float]:
+    """Returns the learning rate of each part of the model in an optimizer step; see `learning_rate`. All parts have the
+    same schedule, and may have their own peak (`model.vision`)."""
+    peaks = {part: getattr(model.vision, part).lr or trainer.optimizer.lr for part in MODEL_PARTS}
+    return {part: learning_rate(step, peak, trainer.schedule, total) for part, peak in peaks.items()}
+
+
+def lr_metrics(rates: Mapping[ModelPart, float], model: ModelConfig) -> dict[str, float]:
+    """Returns the metrics about learning rates: `lr`, and `lr_PART` of parts with a rate of their own."""
+    own = {part: rate for part, rate in rates.items() if getattr(model.vision, part).lr is not None}
+    common = next((rate for part, rate in rates.items() if part not in own), rates["language"])
+    return {"lr": common, **{f"lr_{part}": rate for part, rate in own.items()}}
 
 
 def learning_rate(step: int, peak: float, schedule: LRScheduleConfig, total: int) -> float:

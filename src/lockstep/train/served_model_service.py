@@ -1,6 +1,7 @@
 """The worker process of a served model: one rank, which the controller drives by remote calls."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,14 @@ class ServedModelService(RankService, ServedModelAPI):
 
     Args:
         role: the `ServeRole`, as `model_dump(mode="json")` returns it.
+        images: the folder of the run's prepared images (`ImageStore`); None if the data has none.
         rank: the keyword arguments of `RankService`.
     """
 
-    def __init__(self, role: dict[str, Any], **rank: Any) -> None:
+    def __init__(self, role: dict[str, Any], images: str | None = None, **rank: Any) -> None:
         self.role = ServeRole.model_validate(role)
         super().__init__(self.role.name, self.role.threads, self.role.malloc, **rank)
+        self.images = None if images is None else Path(images)
         self._model: ServedModel | None = None
         self._info: RankInfo | None = None
 
@@ -41,7 +44,7 @@ class ServedModelService(RankService, ServedModelAPI):
             return self._info
         current_beacon().stage("setup")
         ranks = self.join(names or (), self.role.collective_timeout_s, self.role.communication)
-        self._model = model = SERVED_MODELS.create(self.role, ranks)
+        self._model = model = SERVED_MODELS.create(self.role, ranks, self.images)
         packing, reason = choose_packing(self.role.model, model.probe_packing)
         self._info = RankInfo(
             rank=self.rank,

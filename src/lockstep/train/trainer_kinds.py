@@ -3,6 +3,7 @@ models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.serve_role import ServeRole
@@ -24,8 +25,9 @@ from lockstep.train.trainer_protocol import Trainer
 class TrainerKind:
     """A way to train a model on several ranks."""
 
-    create: Callable[[TrainRole, ParallelContext, int], Trainer]
-    """Creates one rank from its role, its communicators and the run's generation. All ranks call it."""
+    create: Callable[[TrainRole, ParallelContext, int, Path | None], Trainer]
+    """Creates one rank from its role, its communicators, the run's generation, and the folder of the prepared images;
+    None if the data has none. All ranks call it."""
     planner: TrainerPlanner
 
 
@@ -39,8 +41,9 @@ TRAINERS: dict[str, TrainerKind] = {
 class ServedModelKind:
     """A way to evaluate a model without a trainer on several ranks."""
 
-    create: Callable[[ServeRole, ParallelContext], ServedModel]
-    """Creates one rank from its role and its communicators. All ranks call it."""
+    create: Callable[[ServeRole, ParallelContext, Path | None], ServedModel]
+    """Creates one rank from its role, its communicators, and the folder of the prepared images; None if the data has
+    none. All ranks call it."""
     planner: ServedModelPlanner
 
 

@@ -36,8 +36,8 @@ class TrainerPlanner(Protocol):
 
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes that one rank needs on its device, by part, without the libraries. The parts that
-        offloading moves are `weights` and `optimizer`; `gathered`, `gradients`, `activations` and `logits` exist only
-        during a step."""
+        offloading moves are `weights` and `optimizer`; `gathered`, `gradients`, `activations`, `images` and `logits`
+        exist only during a step."""
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int | None:
         """Returns the bytes of two memory checkpoints of all ranks of the role; None if this kind of trainer writes
@@ -52,12 +52,17 @@ class TrainerPlanner(Protocol):
         """
 
 
+IMAGE_SHARE = 0.5
+"""The share of a row's tokens that are taken to be images, for estimates of memory."""
+
+
 def forward_memory(role: TrainRole, model: ModelFacts, tokens: int) -> dict[str, int]:
-    """Estimates the bytes that a rank needs for `activations` and `logits`.
+    """Estimates the bytes that a rank needs for `activations`, `logits` and, with a trained vision tower, `images`.
 
     Activations follow Korthikanti et al. 2022 (eq. 2): `34 * tokens * hidden` bytes per layer in 16 bit, without the
     attention term, as attention keeps no scores. In 32 bit it is twice as much; with checkpointing, one tensor per
-    layer. The logits of one chunk count three times (value, gradient, softmax).
+    layer. The logits of one chunk count three times (value, gradient, softmax). A trained vision tower is estimated in
+    the same way (`images`), as if half of the tokens were images.
 
     Args:
         tokens: those whose activations are kept at the same time.
@@ -65,4 +70,8 @@ def forward_memory(role: TrainRole, model: ModelFacts, tokens: int) -> dict[str,
     trainer, width = role.trainer, DTYPE_BYTES[model.dtype]
     per_token = (2 if trainer.activation_checkpointing else 34) * model.hidden * model.layers * width // 2
     logits = 0 if role.model.head == "score" else 3 * trainer.head_chunk * model.vocabulary * 4
-    return {"activations": tokens * per_token, "logits": logits}
+    parts = {"activations": tokens * per_token, "logits": logits}
+    if model.vision is not None and "tower" in model.changing:
+        seen = int(IMAGE_SHARE * tokens)
+        parts["images"] = model.vision.activation_bytes(seen, width, trainer.activation_checkpointing)
+    return parts

@@ -28,13 +28,15 @@ class TrainerService(RankService, TrainerAPI):
     Args:
         role: the `TrainRole`, as `model_dump(mode="json")` returns it.
         run_folder: the folder of the run.
+        images: the folder of the run's prepared images (`ImageStore`); None if the data has none.
         rank: the keyword arguments of `RankService`.
     """
 
-    def __init__(self, role: dict[str, Any], run_folder: str = ".", **rank: Any) -> None:
+    def __init__(self, role: dict[str, Any], run_folder: str = ".", images: str | None = None, **rank: Any) -> None:
         self.role = TrainRole.model_validate(role)
         super().__init__(self.role.name, self.role.trainer.threads, self.role.trainer.malloc, **rank)
         self.run_folder = Path(run_folder)
+        self.images = None if images is None else Path(images)
         self._trainer: Trainer | None = None
         self._info: TrainerInfo | None = None
         self._memory: MemoryCheckpoints | None = None
@@ -52,7 +54,7 @@ class TrainerService(RankService, TrainerAPI):
         ranks = self.join(names or (), timeout_s, self.role.communication, replicas)
         torch.manual_seed(self.role.seed * self.world + self.rank)
         with naming_fields_in(self.role.section):
-            self._trainer = trainer = trainer_kind(self.role).create(self.role, ranks, self.generation)
+            self._trainer = trainer = trainer_kind(self.role).create(self.role, ranks, self.generation, self.images)
             packing, reason = choose_packing(self.role.model, trainer.probe_packing, self.role.field("model.packing"))
         self._info = TrainerInfo(
             rank=self.rank,

@@ -67,7 +67,8 @@ def test_a_section_of_another_framework_is_reported_key_by_key() -> None:
     ("name", "keys"),
     [
         ("steps", ["steps"]),
-        ("lr", ["trainer.optimizer.lr", "critic.trainer.optimizer.lr"]),
+        ("lr", ["trainer.optimizer.lr"]),
+        ("betas", ["trainer.optimizer.betas", "critic.trainer.optimizer.betas"]),
         ("learning_rate", ["trainer.optimizer.lr"]),
         ("trainer.optimizer.lr", ["trainer.optimizer.lr"]),
         ("advantage_estimator", ["advantage.kind"]),

@@ -10,7 +10,8 @@ from lockstep.data.row_layout import RowLayout
 @st.composite
 def layouts(draw: st.DrawFn) -> RowLayout:
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=7))
-    return RowLayout(lengths, [draw(st.integers(-1, i - 1)) for i in range(len(lengths))])
+    parents = [draw(st.integers(-1, i - 1)) for i in range(len(lengths))]
+    return RowLayout(lengths, parents, whole=draw(st.sets(st.integers(0, len(lengths) - 1))))
 
 
 def path(layout: RowLayout, token: int) -> list[int]:
@@ -29,6 +30,9 @@ def test_mask_positions_and_pairs_are_those_of_the_paths(layout) -> None:
     brute = np.zeros((layout.tokens, layout.tokens), bool)
     for token, seen in enumerate(paths):
         brute[token, seen] = True
+    for segment in layout.whole:
+        own = slice(layout.starts[segment], layout.starts[segment] + layout.lengths[segment])
+        brute[own, own] = True
     assert np.array_equal(layout.mask().numpy(), brute)
     assert layout.positions().tolist() == [len(seen) - 1 for seen in paths]
     assert layout.pairs() == brute.sum()

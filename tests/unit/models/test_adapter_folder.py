@@ -1,6 +1,7 @@
 """Runs that start from adapters in peft's format, and weights that are trained in full along with an adapter."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_saved_modules_are_trained_whole_and_stay_tied(folder: Path, tmp_path: P
     assert (policy.head.weight is policy.lm.get_input_embeddings().weight) == tied
     count = 1 if tied or len(wanted) == 1 else 2
     assert len(dict(named_saved_weights(policy))) == count
-    outgoing = MergedWeights(policy, ParallelContext(), held_rows)
+    outgoing = MergedWeights(policy, ParallelContext(), partial(held_rows, ParallelContext()))
     changing = {name for name, weight in outgoing.merged().items() if not weight.constant}
     assert {name.removeprefix("base_model.model.") for name in outgoing.saved} <= changing
     parts = outgoing.gather_adapter() | outgoing.gather_saved()

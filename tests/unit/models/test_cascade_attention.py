@@ -1,6 +1,7 @@
 """Cascade attention: every pair of a forest is in exactly one part, and forward and backward are exact."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.data.row_layout import RowLayout
 from lockstep.models import attention_plan as calls_module
+from lockstep.models import cascade_attention as cascade_module
 from lockstep.models.attention_plan import GatheredTokens, QuerySubset, TokenBlock, TokenSelection, plan_attention_calls
 from lockstep.models.cascade_attention import CPU_KERNELS, CUDA_KERNELS, cascade_levels, merged_attention
 
@@ -21,6 +23,8 @@ FORESTS = {
     "turns": RowLayout([4, 3, 6, 2, 5], [-1, 0, 1, 2, 3]),
     "branches, not in row order": RowLayout([4, 5, 2, 3, 6, 7, 1], [-1, -1, 0, 1, 2, 0, 3]),
     "one token": RowLayout([1], [-1]),
+    "prompts with images": RowLayout([3, 16, 2, 5, 4, 1, 9, 3, 6], [-1, 0, 1, 2, 2, -1, 5, 6, 7], whole=[1, 6]),
+    "an image alone": RowLayout([12], [-1], whole=[0]),
 }
 
 
@@ -28,7 +32,8 @@ FORESTS = {
 def layouts(draw: st.DrawFn) -> RowLayout:
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
     parents = [draw(st.integers(-1, segment - 1)) for segment in range(len(lengths))]
-    return RowLayout(lengths, parents)
+    whole = draw(st.sets(st.integers(0, len(lengths) - 1)))
+    return RowLayout(lengths, parents, whole=whole)
 
 
 def places(where: TokenSelection) -> list[list[int]]:
@@ -72,7 +77,8 @@ def test_every_pair_is_in_one_call(subset: QuerySubset, limits: tuple[int, int, 
         for queries, keys in zip(places(call.queries), places(call.keys), strict=True):
             together += [q for q in queries if q >= 0]
             for number, q in enumerate(queries):
-                for k in keys[: len(keys) - len(queries) + number + 1] if call.is_self else keys:
+                causal = call.is_self and not call.is_whole
+                for k in keys[: len(keys) - len(queries) + number + 1] if causal else keys:
                     if q >= 0 and k >= 0:
                         seen[q, k] += 1
         assert len(set(together)) == len(together)
@@ -132,7 +138,7 @@ def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> 
 def test_the_cascade_equals_attention_with_a_mask(name: str, heads: tuple[int, int], limits, monkeypatch) -> None:
     """In float64, against torch's attention with the layout's mask."""
     limit(monkeypatch, limits)
-    layout = RowLayout(FORESTS[name].lengths, FORESTS[name].parents)
+    layout = RowLayout(FORESTS[name].lengths, FORESTS[name].parents, whole=FORESTS[name].whole)
     subset = QuerySubset.all_of(layout)
     q, k, v = (x.double() for x in row_of(layout, *heads))
     weights = torch.randn(layout.tokens, heads[0], 8, generator=torch.Generator().manual_seed(1)).double()
@@ -152,6 +158,57 @@ def test_the_cascade_equals_attention_with_a_mask(name: str, heads: tuple[int, i
     few = with_gradients(attending(subset), q[subset.index], k, v, weights[subset.index])
     for one, other in zip(few, with_gradients(masked, q, k, v, weights), strict=True):
         torch.testing.assert_close(one, other[subset.index] if len(one) == subset.tokens != layout.tokens else other)
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_the_levels_for_cuda_are_merged_exactly(name: str, monkeypatch) -> None:
+    """With formulas in the place of the kernels, which only CUDA has; tests/gpu runs those."""
+    layout = RowLayout(FORESTS[name].lengths, FORESTS[name].parents, whole=FORESTS[name].whole)
+    subset = QuerySubset.all_of(layout)
+    monkeypatch.setattr(cascade_module, "_cuda_flash_forward", dense_forward)
+    monkeypatch.setattr(cascade_module, "_cuda_flash_backward", dense_backward)
+    q, k, v = row_of(layout, 2, 2)
+    weights = torch.randn(layout.tokens, 2, 8, generator=torch.Generator().manual_seed(1))
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=layout.mask(), scale=0.3)[0].transpose(0, 1)
+
+    found = with_gradients(lambda q, k, v: merged_attention(q, k, v, subset, 0.3, CUDA_KERNELS), q, k, v, weights)
+    for one, other in zip(found, with_gradients(masked, q, k, v, weights), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def pieces(q_bounds: Tensor, k_bounds: Tensor, causal: bool):
+    """Yields queries, keys and mask of each piece of a call of variable-length attention."""
+    for (q0, q1), (k0, k1) in zip(pairwise(q_bounds.tolist()), pairwise(k_bounds.tolist()), strict=True):
+        allowed = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+        yield slice(q0, q1), slice(k0, k1), allowed.tril(k1 - k0 - (q1 - q0)) if causal else allowed
+
+
+def dense_forward(q, k, v, q_bounds, k_bounds, q_most, k_most, dropout, causal, debug, *, scale):
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+    for queries, keys, allowed in pieces(q_bounds, k_bounds, causal):
+        scores = torch.einsum("qhd,khd->hqk", q[queries], k[keys]) * scale
+        scores = scores.masked_fill(~allowed, float("-inf"))
+        lse[:, queries] = scores.logsumexp(-1)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
+    return out, lse
+
+
+def dense_backward(
+    grad, q, k, v, out, lse, q_bounds, k_bounds, q_most, k_most, dropout, causal, seed, unused, *, scale
+):
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for queries, keys, allowed in pieces(q_bounds, k_bounds, causal):
+        scores = torch.einsum("qhd,khd->hqk", q[queries], k[keys]) * scale
+        p = (scores - lse[:, queries, None]).exp() * allowed
+        dv[keys] = torch.einsum("hqk,qhd->khd", p, grad[queries])
+        dp = torch.einsum("qhd,khd->hqk", grad[queries], v[keys])
+        ds = p * (dp - (grad[queries] * out[queries]).sum(-1).T[..., None]) * scale
+        dq[queries] = torch.einsum("hqk,khd->qhd", ds, k[keys])
+        dk[keys] = torch.einsum("hqk,qhd->khd", ds, q[queries])
+    return dq, dk, dv
 
 
 def attending(subset: QuerySubset) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

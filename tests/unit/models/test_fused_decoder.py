@@ -51,7 +51,7 @@ def outcome(
     policy.zero_grad()
     tokens = torch.arange(layout.tokens) * 7 % 90 + 2
     subset = policy._query_subset(layout, sources)
-    hidden = policy._hidden(tokens, layout, subset)
+    hidden = policy._hidden({"input_ids": tokens[None]}, layout, subset)
     hidden = hidden[sources if subset is None else subset.places_of(sources)]
     (hidden * torch.linspace(-1, 2, hidden.numel()).view_as(hidden)).sum().backward()
     return hidden.detach(), {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
@@ -104,7 +104,7 @@ def test_the_last_layer_computes_only_the_subset() -> None:
     layout = RowLayout([64, 4, 4], [-1, 0, 0])
     subset = policy._query_subset(layout, torch.tensor([63, 64, 65, 63, 68]))
     assert subset is not None and subset.index.tolist() == [63, 64, 65, 68]
-    assert policy._hidden(torch.arange(72), layout, subset).shape[0] == 4
+    assert policy._hidden({"input_ids": torch.arange(72)[None]}, layout, subset).shape[0] == 4
 
 
 def test_unknown_layers_keep_their_forward() -> None:

@@ -1,5 +1,6 @@
 """QLoRA without a GPU: refusals, the config for transformers, and dequantized weights for engines."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_the_trainer_exports_dequantized_weights(folder: Path, kind: str, monkey
         model_loader, "dequantize_module_weight", lambda m: m.plain if isinstance(m, Packed) else original(m)
     )
     policy = packed_policy(folder, AdapterConfig(kind=kind, r=4, target_modules=("q_proj",)))
-    outgoing = MergedWeights(policy, ParallelContext(), held_rows)
+    outgoing = MergedWeights(policy, ParallelContext(), partial(held_rows, ParallelContext()))
     whole = load_policy(ModelConfig(path=str(folder)), "cpu")
     expected = {name.removeprefix("lm."): tuple(p.shape) for name, p in whole.named_parameters()}
     assert {name: outgoing.shape(name) for name in outgoing.weights} == expected

@@ -11,16 +11,18 @@ from lockstep.data.row_layout import RowLayout
 def layouts(draw: st.DrawFn) -> RowLayout:
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
     parents = [draw(st.integers(-1, segment - 1)) for segment in range(len(lengths))]
-    return RowLayout(lengths, parents)
+    whole = draw(st.sets(st.integers(0, len(lengths) - 1)))
+    return RowLayout(lengths, parents, whole=whole)
 
 
 def path_to(layout: RowLayout, token: int) -> list[int]:
-    """Returns the tokens on the path to `token`, root first."""
+    """Returns the tokens on the path to `token`, root first, and those of its segment after it if that is whole."""
     segment = next(i for i, (start, stop, _) in enumerate(layout.segments()) if start <= token < stop)
     path: list[int] = []
     for above in reversed(layout.ancestors(segment)):
         path += range(layout.starts[above], layout.starts[above] + layout.lengths[above])
-    return [*path, *range(layout.starts[segment], token + 1)]
+    last = layout.starts[segment] + layout.lengths[segment] if segment in layout.whole else token + 1
+    return [*path, *range(layout.starts[segment], last)]
 
 
 @given(layouts(), st.none() | st.integers(1, 9))
@@ -28,7 +30,8 @@ def test_a_window_reaches_back_along_the_path(layout: RowLayout, window: int | N
     expected = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
     for token in range(layout.tokens):
         path = path_to(layout, token)
-        expected[token, path[-window:] if window else path] = True
+        before = len(path) - path.index(token) - 1
+        expected[token, path[-window - before :] if window else path] = True
     assert torch.equal(layout.mask(window=window), expected)
 
 

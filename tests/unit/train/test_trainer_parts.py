@@ -15,6 +15,7 @@ from lockstep.config.trainer import AdamWConfig
 from lockstep.data.row_layout import RowLayout
 from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
+from lockstep.models.vision.model_parts import ModelPart
 from lockstep.models.weight_conversion import CheckpointGroup
 from lockstep.train.checkpoints.checkpoint_retention import checkpoint_bytes, checkpoints_to_keep
 from lockstep.train.decoder_layers import checkpoint_activations
@@ -45,6 +46,10 @@ def test_biases_and_norms_are_not_decayed() -> None:
     assert {name: is_decayed(name) for name in names} == names
 
 
+def _one_part(tensors: dict[str, torch.Tensor]) -> dict[str, ModelPart]:
+    return dict.fromkeys(tensors, "language")
+
+
 def test_norms_of_any_name_are_not_decayed() -> None:
     """The rule equals that of transformers' Trainer for a model whose norms have other names."""
     config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
@@ -56,8 +61,8 @@ def test_norms_of_any_name_are_not_decayed() -> None:
     assert "transformer.h.0.ln_1.weight" not in found
 
     tensors = {"ln_1.weight": torch.ones(3), "c_attn.weight": torch.ones(3)}
-    optimizer = ShardedAdamW(tensors, AdamWConfig(weight_decay=0.5), norms=["ln_1.weight"])
-    optimizer.step(tensors, {name: torch.zeros(3) for name in tensors}, lr=0.1)
+    optimizer = ShardedAdamW(tensors, AdamWConfig(weight_decay=0.5), _one_part(tensors), norms=["ln_1.weight"])
+    optimizer.step(tensors, {name: torch.zeros(3) for name in tensors}, {"language": 0.1})
     assert tensors["ln_1.weight"].tolist() == [1.0] * 3
     assert tensors["c_attn.weight"][0].item() == pytest.approx(0.95)
 
@@ -66,20 +71,24 @@ def test_the_optimizer_is_torchs_adamw_and_takes_empty_rows() -> None:
     torch.manual_seed(0)
     config = AdamWConfig(betas=(0.8, 0.95), weight_decay=0.1)
     tensors = {"a.weight": torch.randn(5, 3), "b.bias": torch.randn(4), "c.weight": torch.empty(0, 3)}
+    tensors |= {"d.weight": torch.randn(2, 3), "d.bias": torch.randn(2)}
+    parts: dict[str, ModelPart] = {**_one_part(tensors), "d.weight": "tower", "d.bias": "tower"}
     expected = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
     groups = [
         {"params": [expected["a.weight"]], "weight_decay": 0.1},
         {"params": [expected["b.bias"]], "weight_decay": 0.0},
+        {"params": [expected["d.weight"]], "weight_decay": 0.1, "share": 0.3},
+        {"params": [expected["d.bias"]], "weight_decay": 0.0, "share": 0.3},
     ]
     reference = torch.optim.AdamW(groups, betas=config.betas, fused=True)
-    sharded = ShardedAdamW(tensors, config)
+    sharded = ShardedAdamW(tensors, config, parts)
     for lr in (1e-2, 3e-3, 1e-3):
         gradients = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
-        sharded.step(tensors, gradients, lr)
+        sharded.step(tensors, gradients, {"language": lr, "tower": 0.3 * lr})
         for name, parameter in expected.items():
             parameter.grad = gradients[name].clone()
         for group in reference.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("share", 1)
         reference.step()
     assert sharded.steps == 3
     for name, tensor in tensors.items():

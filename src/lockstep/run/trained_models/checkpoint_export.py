@@ -75,7 +75,7 @@ def export_from_one_rank(
         checkpoint: the state to write; the model as it is loaded, with its adapter, when absent.
         added: values to add to the model's config.
     """
-    trainer = trainer_kind(role).create(role, ParallelContext(device=choose_device("auto", 0)), 1)
+    trainer = trainer_kind(role).create(role, ParallelContext(device=choose_device("auto", 0)), 1, None)
     try:
         if checkpoint is not None:
             trainer.load(checkpoint)

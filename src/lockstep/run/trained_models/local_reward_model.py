@@ -50,7 +50,9 @@ class LocalRewardModel:
             torch.set_num_threads(threads)
         model = model.model_copy(update={"head": "score"})
         self.tokenizer = tokenizer or load_tokenizer(model)
-        self._model = SERVED_MODELS.create(ServeRole(name="reward_model", model=model), ParallelContext(device=device))
+        self._model = SERVED_MODELS.create(
+            ServeRole(name="reward_model", model=model), ParallelContext(device=device), None
+        )
         self.packing, reason = choose_packing(model, self._model.probe_packing)
         self.token_budget = token_budget
         possible = self._model.context_length - 1

@@ -15,11 +15,12 @@ from lockstep.models.policy_model import PolicyModel
 
 
 def base_digests(model: ModelConfig) -> dict[str, str]:
-    """Returns digests of the model on which an adapter is trained, for its checkpoints; empty without an adapter."""
-    if model.adapter is None:
+    """Returns digests of the model whose weights checkpoints lack, because an adapter is trained on them or a part of
+    them is frozen; empty if all weights are trained."""
+    if model.adapter is None and model.vision.trains_all:
         return {}
     digests = {"base": folder_digest(resolve_folder(model.path, model.revision))}
-    if model.adapter.path is not None:
+    if model.adapter is not None and model.adapter.path is not None:
         digests["adapter"] = folder_digest(resolve_folder(model.adapter.path, field="model.adapter.path"))
     return digests
 

@@ -18,6 +18,7 @@ from lockstep.models.lora import (
 )
 from lockstep.models.model_loader import dequantized_shape, dequantized_weight
 from lockstep.models.policy_model import PolicyModel, hf_name
+from lockstep.models.vision.model_parts import ModelPart, changing_parts, parameter_parts
 from lockstep.train.distributed import ParallelContext, shard_rows
 from lockstep.train.lazy_weights import LazyWeight
 
@@ -54,6 +55,18 @@ class MergedWeights:
         """The weights that are trained in full along with an adapter (`modules_to_save`), by their names in peft's
         files."""
         self._saved_names = saved_names(policy)
+        unfrozen = {name: each for name, each in self.weights.items() if each.requires_grad}
+        self.trained: dict[str, nn.Parameter] = self.adapter | self.saved or unfrozen
+        """With an adapter, its parameters and the weights trained with it, by their names in peft's files; else all
+        weights that are not frozen."""
+        parts, changing = parameter_parts(policy.lm), changing_parts(policy.lm)
+        self.trained_parts: dict[str, ModelPart] = {name: parts[id(each)] for name, each in self.trained.items()}
+        """The part of each trained parameter."""
+        self.published: dict[str, nn.Parameter] = {
+            name: each for name, each in self.weights.items() if parts[id(each)] in changing
+        }
+        """The weights that engines receive, by their names in checkpoints: those of all parts of which anything is
+        trained. Engines have the others from the model's folder."""
         names = {id(parameter): name for name, parameter in self.adapter.items()}
         self._layers = {}
         for name, layer in adapted_layers(policy).items():
@@ -67,33 +80,31 @@ class MergedWeights:
             )
         self._quantized = _quantized_layers(policy)
 
-    @property
-    def trained(self) -> dict[str, nn.Parameter]:
-        """With an adapter, its parameters and the weights trained with it, by their names in peft's files; else all."""
-        return self.adapter | self.saved or self.weights
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a weight when it is exported, also if the trainer keeps it quantized."""
         parameter = self.weights[name]
         module = self._quantized.get(name)
         return tuple(parameter.shape) if module is None else dequantized_shape(module, parameter)
 
-    def merged(self) -> dict[str, LazyWeight]:
+    def merged(self, published: bool = False) -> dict[str, LazyWeight]:
         """Returns every weight of the model, merged with the adapter of its layer if there is one.
 
         All ranks call it: each gathers the whole adapter, because a row of `B A` needs all of A.
+
+        Args:
+            published: only those that engines receive.
         """
-        whole, saved = self.gather_adapter(), {id(parameter) for parameter in self.saved.values()}
-        found = self.held(self.weights)
-        for name, module in self._quantized.items():
-            found[name] = LazyWeight(self.shape(name), partial(dequantized_weight, module))
+        whole, wanted = self.gather_adapter(), self.published if published else self.weights
+        found = self.held(wanted)
+        for name in self._quantized.keys() & wanted.keys():
+            found[name] = LazyWeight(self.shape(name), partial(dequantized_weight, self._quantized[name]))
         for name, weight in found.items():
             layer, rows = self._layers.get(name), weight.rows
             if layer is not None:
                 magnitude = None if layer.magnitude is None else whole[layer.magnitude]
                 factors = LowRankFactors(whole[layer.down], whole[layer.up], layer.scaling, magnitude, layer.transposed)
                 rows = partial(_merge, factors, weight.rows, self.ranks.rows(weight.shape[0])[0])
-            constant = bool(whole) and layer is None and id(self.weights[name]) not in saved
+            constant = layer is None and not self.weights[name].requires_grad
             found[name] = LazyWeight(weight.shape, rows, constant)
         return found
 

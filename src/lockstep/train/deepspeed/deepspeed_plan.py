@@ -18,7 +18,12 @@ from lockstep.train.deepspeed.engine_settings import (
 from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.metric_reduction import metric_vector_size
 from lockstep.train.objective import make_objective
-from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner, forward_memory
+from lockstep.train.trainer_plan import (
+    DTYPE_BYTES,
+    PlannedCollective,
+    TrainerPlanner,
+    forward_memory,
+)
 
 
 class DeepSpeedPlanner(TrainerPlanner):
@@ -55,8 +60,8 @@ class DeepSpeedPlanner(TrainerPlanner):
         weights are in compute precision.
         """
         stage, ranks, adapter = zero_stage(role), role.trainer.ranks, model.adapter
-        width, trained = DTYPE_BYTES[model.dtype], _trained(model)
-        frozen = 0 if adapter is None else model.parameters - adapter.saved
+        width, trained = DTYPE_BYTES[model.dtype], model.trained
+        frozen = model.frozen if adapter is None else model.parameters - adapter.saved
         settings = engine_settings(role, model.dtype, model.hidden, trained, model.device)
         accumulated = 4 if settings.get("data_types") == {"grad_accum_dtype": "fp32"} else width
         held = trained // ranks
@@ -68,8 +73,9 @@ class DeepSpeedPlanner(TrainerPlanner):
             "gradients": accumulated * held if stage >= 2 else whole,
             "optimizer": 8 * (held if stage else trained),
         }
-        if adapter is not None:
+        if frozen:
             parts["frozen weights"] = width * (frozen // ranks if stage == 3 else frozen)
+        if adapter is not None:
             parts["merged adapter"] = 4 * adapter.parameters
         if (shared := second_copy_ranks(role)) > 1:
             parts["second copy"] = width * (trained + frozen) // shared
@@ -83,19 +89,19 @@ class DeepSpeedPlanner(TrainerPlanner):
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         parts |= forward_memory(role, model, token_budget)
         if role.holds_reference and adapter is None and "weights" not in in_host_memory:
-            parts["reference"] = width * (held if stage == 3 else trained)
+            parts["reference"] = width * (model.parameters // ranks if stage == 3 else model.parameters)
         return parts
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int:
         """Returns the bytes of fp32 weights and two Adam moments; of every rank at stage 0."""
-        return 2 * 12 * _trained(model) * (1 if zero_stage(role) else role.trainer.ranks)
+        return 2 * 12 * model.trained * (1 if zero_stage(role) else role.trainer.ranks)
 
     def collectives(self, role: TrainRole, model: ModelFacts, updates: int, publishes: bool) -> list[PlannedCollective]:
         if role.trainer.ranks == 1:
             return []
         width, stage = DTYPE_BYTES[model.dtype], zero_stage(role)
         metrics = metric_vector_size(make_objective(role.objective).metrics)
-        size = width * _trained(model)
+        size = width * model.trained
         norm = PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics)", 8 * metrics)
         if stage == 3:
             largest = width * model.largest_layer
@@ -133,10 +139,6 @@ def _merging(model: ModelFacts, publishes: bool) -> list[PlannedCollective]:
         return []
     times = "1 (the adapter, before its weights are published)"
     return [PlannedCollective("all_gather", "trainer", times, 4 * model.adapter.parameters)]
-
-
-def _trained(model: ModelFacts) -> int:
-    return model.parameters if model.adapter is None else model.adapter.trained
 
 
 def _check_settings(role: TrainRole) -> None:

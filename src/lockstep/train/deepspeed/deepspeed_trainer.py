@@ -19,6 +19,7 @@ from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
+from lockstep.models.vision.model_parts import ModelPart
 from lockstep.train.adapters.adapter_training import (
     InitialAdapter,
     adapter_dropout,
@@ -39,12 +40,19 @@ from lockstep.train.deepspeed.zero_model import Reference, fill_model, make_mode
 from lockstep.train.deepspeed.zero_state import full_shape, make_state, reset_moments, set_step
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError, MemoryCheckpointMissing, TrainerUnsupported
-from lockstep.train.forward.target_values import add_reference, evaluate_each, split_outputs, target_values
+from lockstep.train.forward.image_inputs import image_inputs
+from lockstep.train.forward.target_values import (
+    ForwardSettings,
+    add_reference,
+    evaluate_each,
+    split_outputs,
+    target_values,
+)
 from lockstep.train.lazy_weights import gather_buckets, own_shards
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
 from lockstep.train.model_export import export_adapter, export_model
 from lockstep.train.objective import check_fields, make_objective
-from lockstep.train.optimizer import decay_groups, learning_rate, square_norm
+from lockstep.train.optimizer import learning_rates, lr_metrics, optimizer_groups, square_norm
 from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_protocol import BucketWeights, GatheredRows, ParameterInfo, ParameterShard, StepStats
 from lockstep.watch.beacon.writer import current_beacon
@@ -64,13 +72,16 @@ class DeepSpeedTrainer:
         role: the model, its trainer and its objective.
         ranks: returned by `lockstep.train.distributed.join_ranks`.
         generation: generation of the run, part of the temporary names of checkpoints.
+        images: the folder of the run's prepared images; None if the data has none.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not match it.
         TrainerUnsupported: the settings contradict the run's config, or are not supported.
     """
 
-    def __init__(self, role: TrainRole, ranks: ParallelContext, generation: int = 1) -> None:
+    def __init__(
+        self, role: TrainRole, ranks: ParallelContext, generation: int = 1, images: Path | None = None
+    ) -> None:
         self.role, self.ranks, self.stage = role, ranks, zero_stage(role)
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
         self.copies = ranks if self.stage == 3 else replace(ranks, replicas=ranks.world)
@@ -89,6 +100,8 @@ class DeepSpeedTrainer:
         if self.stage == 3:
             register_parameters(self.policy)
         self.state = make_state(self.engine, self.stage, self.merged_weights.trained, ranks.rank == 0)
+        inputs = image_inputs(images, role.model, self.policy, ranks.device)
+        self.forward = ForwardSettings(ranks.device, role.temperature, role.trainer.head_chunk, inputs)
         self.has_reference = role.holds_reference
         self.reference = Reference(role, ranks, settings) if self.has_reference and self.adapter is None else None
         """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
@@ -120,12 +133,12 @@ class DeepSpeedTrainer:
         """Returns every weight that engines receive, in the precision of the model's parameters."""
         return [
             ParameterInfo(name, tuple(full_shape(each)), str(each.dtype).removeprefix("torch."))
-            for name, each in self.merged_weights.weights.items()
+            for name, each in self.merged_weights.published.items()
         ]
 
     def probe_packing(self) -> PackingProbeResult:
         """Finds out how rows may be packed for the model. All ranks call it."""
-        return probe_packing(self.policy, self.compute_dtype)
+        return probe_packing(self.policy, self.compute_dtype, self.forward.probe_image())
 
     def evaluate(
         self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[TrainerOutput]
@@ -136,13 +149,12 @@ class DeepSpeedTrainer:
             ValueError: reference log-probabilities are requested and no reference is loaded.
         """
         policy_outputs = split_outputs(outputs, self.has_reference)
-        settings = self.ranks.device, self.role.temperature, self.role.trainer.head_chunk
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
         if policy_outputs:
-            results = evaluate_each(self.policy, microbatches, policy_outputs, *settings)
+            results = evaluate_each(self.policy, microbatches, policy_outputs, self.forward)
         if "reference_logprobs" in outputs:
             with self._as_reference() as reference:
-                add_reference(results, reference, microbatches, *settings)
+                add_reference(results, reference, microbatches, self.forward)
         return results
 
     def step(self, microbatches: Sequence[MicroBatch[np.ndarray]]) -> StepStats:
@@ -173,29 +185,29 @@ class DeepSpeedTrainer:
         except (ArithmeticError, RuntimeError):
             self.state.discard_gradients()
             raise
-        lr = self.learning_rate()
+        rates = self.learning_rates()
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = rates[group["part"]]
         self.engine.step()
         recorder.raise_if_stalled()
         self.optimizer_step = step
         done = step - self.steps_before_run
         current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
-        return StepStats({**totals.values, "grad_norm": totals.square_norm**0.5, "lr": lr})
+        norm = totals.square_norm**0.5
+        return StepStats({**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)})
 
-    def learning_rate(self) -> float:
-        """Returns the learning rate of the next optimizer step."""
-        trainer = self.role.trainer
-        step = self.optimizer_step - self.steps_before_run
-        return learning_rate(step, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
+    def learning_rates(self) -> dict[ModelPart, float]:
+        """Returns the learning rate of each part of the model in the next optimizer step."""
+        role, step = self.role, self.optimizer_step - self.steps_before_run
+        return learning_rates(step, role.model, role.trainer, role.optimizer_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
         """Yields the rows of every weight that this rank publishes, merged with the adapter. All ranks call it."""
-        yield from own_shards(self.merged_weights.merged(), self.copies)
+        yield from own_shards(self.merged_weights.merged(published=True), self.copies)
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Yields every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
-        return gather_buckets(self.merged_weights.merged(), buckets, self.copies, everyone)
+        """Yields every published weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
+        return gather_buckets(self.merged_weights.merged(published=True), buckets, self.copies, everyone)
 
     def save(self, folder: Path) -> None:
         """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
@@ -307,10 +319,9 @@ class DeepSpeedTrainer:
 
     def _make_optimizer(self) -> torch.optim.AdamW:
         """AdamW of torch, which needs no compiler, with the groups of the FSDP2 trainer."""
-        settings = self.role.trainer.optimizer
-        groups = decay_groups(self.policy, self.merged_weights.trained, settings.weight_decay)
-        present = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(present, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+        settings, weights = self.role.trainer.optimizer, self.merged_weights
+        groups = optimizer_groups(self.policy, weights.trained, weights.trained_parts, settings.weight_decay)
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
     def _as_reference(self) -> AbstractContextManager[PolicyModel]:
         """Yields the reference: a separate model, or the policy as it is without what was trained."""
@@ -323,8 +334,8 @@ class DeepSpeedTrainer:
         return {name: rows.local for name, rows in self.state.state().items() if name.startswith(_PARAMETER)}
 
     def _backward(self, microbatch: MicroBatch[np.ndarray], metrics: MetricAccumulator) -> None:
-        batch, chunk = microbatch.to(self.ranks.device), self.role.trainer.head_chunk
-        outputs = target_values(self.engine, batch, self.objective.outputs, self.role.temperature, chunk)
+        batch = microbatch.to(self.ranks.device)
+        outputs = target_values(self.policy, batch, self.objective.outputs, self.forward, call=self.engine)
         outcome = self.objective.compute(batch.fields, outputs, batch.sequences)
         self.engine.backward(outcome.loss * self.ranks.world, scale_wrt_gas=False)
         metrics.add(outcome)

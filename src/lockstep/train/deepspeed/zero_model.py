@@ -13,6 +13,7 @@ from lockstep.models.lora import ADAPTER_NAME, adapted_layers, add_adapter, fill
 from lockstep.models.model_loader import load_policy, resolve_dtype
 from lockstep.models.packing_probe import probe_fused_decoder
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.vision.model_parts import find_vision
 from lockstep.train.decoder_layers import prepare_layers
 from lockstep.train.deepspeed.deepspeed_library import make_engine, make_partition
 from lockstep.train.deepspeed.engine_settings import may_change_layers, zero_stage
@@ -85,10 +86,11 @@ class Reference:
 
 
 def register_parameters(policy: PolicyModel) -> None:
-    """Has stage 3 gather parameters that are used without a call of their own module: the head's weight, for the
-    forward of the whole model, and what DoRA's norms are computed from, for the forward of the adapted layer."""
-    zero = import_module("deepspeed.runtime.zero.partition_parameters")
-    for parameter in policy.head.parameters():
+    """Has stage 3 gather parameters that are used without a call of their own module: the head's weight and those of a
+    projector that are in no module of it, for the forward of the whole model; and what DoRA's norms are computed from,
+    for the forward of the adapted layer."""
+    zero, vision = import_module("deepspeed.runtime.zero.partition_parameters"), find_vision(policy.lm)
+    for parameter in (*policy.head.parameters(), *(() if vision is None else vision.loose)):
         zero.register_external_parameter(policy, parameter)
     for layer in adapted_layers(policy).values():
         if ADAPTER_NAME in layer.lora_magnitude_vector:

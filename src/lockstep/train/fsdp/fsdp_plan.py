@@ -7,12 +7,18 @@ from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.serve_role import ServeRole
 from lockstep.config.train_role import TrainRole
 from lockstep.models.model_facts import ModelFacts
+from lockstep.models.vision.vision_facts import VisionFacts
 from lockstep.train.errors import TrainerUnsupported
 from lockstep.train.metric_reduction import metric_vector_size
 from lockstep.train.objective import make_objective
 from lockstep.train.router_objective import ROUTER_METRICS
 from lockstep.train.served_model import ServedModelPlanner
-from lockstep.train.trainer_plan import DTYPE_BYTES, PlannedCollective, TrainerPlanner, forward_memory
+from lockstep.train.trainer_plan import (
+    DTYPE_BYTES,
+    PlannedCollective,
+    TrainerPlanner,
+    forward_memory,
+)
 
 
 class FSDP2Planner(TrainerPlanner):
@@ -43,7 +49,7 @@ class FSDP2Planner(TrainerPlanner):
         whole adapter.
         """
         trainer, adapter, width = role.trainer, model.adapter, DTYPE_BYTES[model.dtype]
-        trained = model.parameters if adapter is None else adapter.trained
+        trained = model.trained
         parts = {
             "weights": 4 * trained // trainer.shards,
             "gradients": 4 * trained // trainer.shards,
@@ -53,19 +59,22 @@ class FSDP2Planner(TrainerPlanner):
             frozen = role.model.quantization
             # including the constants of the blocks
             bits = 8.0 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]
-            parts["frozen weights"] = int(bits * (model.parameters - adapter.saved) / 8) // trainer.shards
+            divided = int(bits * (model.parameters - model.copied - adapter.saved) / 8) // trainer.shards
+            parts["frozen weights"] = divided + width * model.copied
             parts["merged adapter"] = 4 * adapter.parameters
+        elif model.frozen:
+            parts["frozen weights"] = width * ((model.frozen - model.copied) // trainer.shards + model.copied)
         if trainer.ranks > 1:
             parts["gathered"] = width * (model.root + 2 * model.largest_layer)
         parts |= forward_memory(role, model, max(1, role.kept_microbatches) * token_budget)
         if role.holds_reference and adapter is None:
-            parts["reference"] = model.parameters * width // trainer.shards
+            parts["reference"] = width * ((model.parameters - model.copied) // trainer.shards + model.copied)
         return parts
 
     def memory_checkpoint(self, role: TrainRole, model: ModelFacts) -> int:
         """Returns the bytes of fp32 weights and two Adam moments, of every copy of the parameters, and those of a
         reference that moves."""
-        trained = model.parameters if model.adapter is None else model.adapter.parameters
+        trained = model.trained if model.adapter is None else model.adapter.parameters
         moving = 0 if role.objective.reference_mixing is None else DTYPE_BYTES[model.dtype]
         return 2 * (12 + moving) * trained * role.trainer.replicas
 
@@ -90,6 +99,8 @@ class FSDP2Planner(TrainerPlanner):
             *_replica_collectives(role, reduced * updates, scattered * 4),
             PlannedCollective("all_gather", "trainer", norm, metrics * 8),
         ]
+        if model.vision is not None and model.vision_units:
+            found += _vision_collectives(role, model.vision, model.vision_units, updates, width)
         if adapter is not None and publishes:
             merge = "1 (the adapter, before its weights are published)"
             found.append(PlannedCollective("all_gather", "trainer", merge, adapter.parameters * 4))
@@ -106,7 +117,7 @@ class FSDP2ServedModelPlanner(ServedModelPlanner):
         """Estimates the bytes of one rank: its shard of the weights, the gathered layers, and the activations of one
         layer and of one chunk of the head, since nothing is kept for a backward pass."""
         width = DTYPE_BYTES[model.dtype]
-        weights = model.parameters * width // role.ranks
+        weights = width * ((model.parameters - model.copied) // role.ranks + model.copied)
         gathered = width * (model.root + 2 * model.largest_layer) if role.ranks > 1 else 0
         logits = 0 if role.model.head == "score" else role.head_chunk * model.vocabulary * 4
         return weights + gathered + 17 * token_budget * model.hidden * width + logits
@@ -121,7 +132,8 @@ class FSDP2ServedModelPlanner(ServedModelPlanner):
 def _largest_unit(model: ModelFacts) -> int:
     """Number of parameters that the largest all-gather makes: those of a layer, or of the embedding."""
     embedding = model.hidden * model.vocabulary
-    return max((model.parameters - embedding) // max(model.layers, 1), embedding)
+    seeing = 0 if model.vision is None else model.vision.tower + model.vision.projector
+    return max((model.parameters - seeing - embedding) // max(model.layers, 1), embedding)
 
 
 def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str]:
@@ -138,6 +150,22 @@ def _gathers(role: TrainRole, model: ModelFacts, updates: int) -> tuple[str, str
     else:
         gathers = f"{units * updates} ({units} per optimizer step)"
     return f"{_evaluation_gathers(role, model, models, held)} (log-probabilities before training)", gathers
+
+
+def _vision_collectives(
+    role: TrainRole, vision: VisionFacts, units: int, updates: int, width: int
+) -> list[PlannedCollective]:
+    """What a tower and a projector of which anything is trained add if the data has images: every row calls them, also
+    one without images."""
+    if role.trainer.reshard_after_forward:
+        times = f"{2 * units} per micro-batch (tower and projector, if the data has images; half in an evaluation)"
+    else:
+        times = f"{units * updates} (tower and projector, if the data has images)"
+    reduced = f"{units * updates} (gradients of tower and projector)"
+    return [
+        PlannedCollective("all_gather", "fsdp", times, vision.largest_unit * width),
+        PlannedCollective("reduce_scatter", "fsdp", reduced, vision.largest_unit * 4),
+    ]
 
 
 def _outputs_of_every_step(role: TrainRole) -> set[TrainerOutput]:

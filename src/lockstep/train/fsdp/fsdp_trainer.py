@@ -19,6 +19,7 @@ from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
+from lockstep.models.vision.model_parts import ModelPart
 from lockstep.train.adapters.adapter_training import (
     InitialAdapter,
     adapter_dropout,
@@ -33,8 +34,15 @@ from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
 from lockstep.train.distributed import ParallelContext
+from lockstep.train.forward.image_inputs import image_inputs
 from lockstep.train.forward.kept_forward import KeptForward
-from lockstep.train.forward.target_values import add_reference, evaluate_each, split_outputs, target_values
+from lockstep.train.forward.target_values import (
+    ForwardSettings,
+    add_reference,
+    evaluate_each,
+    split_outputs,
+    target_values,
+)
 from lockstep.train.fsdp.moving_reference import mix_into_reference, reference_rows
 from lockstep.train.fsdp.parallelize import (
     begin_microbatch,
@@ -52,7 +60,8 @@ from lockstep.train.objective import check_fields, make_objective
 from lockstep.train.optimizer import (
     ShardedAdamW,
     clip_gradients,
-    learning_rate,
+    learning_rates,
+    lr_metrics,
     norm_parameter_ids,
     square_norm,
 )
@@ -83,12 +92,15 @@ class FSDP2Trainer:
         role: the model, its trainer and its objective.
         ranks: returned by `lockstep.train.distributed.join_ranks`.
         generation: generation of the run, part of the temporary names of checkpoints.
+        images: the folder of the run's prepared images; None if the data has none.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not match it.
     """
 
-    def __init__(self, role: TrainRole, ranks: ParallelContext, generation: int = 1) -> None:
+    def __init__(
+        self, role: TrainRole, ranks: ParallelContext, generation: int = 1, images: Path | None = None
+    ) -> None:
         self.role, self.ranks = role, ranks
         self.compute_dtype = resolve_dtype(role.model.dtype, ranks.device)
         self.adapter = role.model.adapter
@@ -98,7 +110,7 @@ class FSDP2Trainer:
         )
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
         # Created while no layer is gathered, because a gathered layer holds plain parameters instead of its shards.
-        self.merged_weights = MergedWeights(self.policy, ranks, held_rows)
+        self.merged_weights = MergedWeights(self.policy, ranks, partial(held_rows, ranks))
         self.has_reference, self.mixing = role.holds_reference, role.objective.reference_mixing
         self.reference: PolicyModel | None = None
         """The reference as a separate model. With an adapter it is None: the policy without the adapter, or with the
@@ -111,7 +123,8 @@ class FSDP2Trainer:
         self.initial_adapter = InitialAdapter(self._rows()) if self.has_reference and other_weights else None
         norms = norm_parameter_ids(self.policy)
         undecayed = [name for name, parameter in self.trained_parameters.items() if id(parameter) in norms]
-        self.optimizer = ShardedAdamW(self._rows(), role.trainer.optimizer, undecayed)
+        parts = self.merged_weights.trained_parts
+        self.optimizer = ShardedAdamW(self._rows(), role.trainer.optimizer, parts, undecayed)
         self.writer = checkpoint.CheckpointWriter(ranks, generation)
         self.base_digests = base_digests(role.model)
         """Digests of the model on which the adapter is trained, for its checkpoints."""
@@ -119,11 +132,13 @@ class FSDP2Trainer:
         """Optimizer steps of another run, from whose checkpoint this run started."""
         self.offloaded = False
         self.kept = KeptForward.of(role, self.objective)
+        inputs = image_inputs(images, role.model, self.policy, ranks.device)
+        self.forward = ForwardSettings(ranks.device, role.temperature, role.trainer.head_chunk, inputs)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """With an adapter, its parameters and the weights that are trained with it, by their names in peft's files;
-        else all."""
+        else all weights that are not frozen."""
         return self.merged_weights.trained
 
     @property
@@ -146,12 +161,12 @@ class FSDP2Trainer:
         weights = self.merged_weights
         return [
             ParameterInfo(name, weights.shape(name), str(parameter.dtype).removeprefix("torch."))
-            for name, parameter in weights.weights.items()
+            for name, parameter in weights.published.items()
         ]
 
     def probe_packing(self) -> PackingProbeResult:
         """Finds out how rows may be packed for the model. All ranks call it."""
-        result = probe_packing(self.policy, self.compute_dtype)
+        result = probe_packing(self.policy, self.compute_dtype, self.forward.probe_image())
         free_gathered(self.policy)
         return result
 
@@ -166,15 +181,14 @@ class FSDP2Trainer:
         """
         self._check_on_device()
         policy_outputs = split_outputs(outputs, self.has_reference)
-        settings = self.ranks.device, self.role.temperature, self.role.trainer.head_chunk
         results: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
         if policy_outputs:
             self.kept.clear()
             kept = self.kept if tuple(policy_outputs) == self.objective.outputs else None
-            results = evaluate_each(self.policy, microbatches, policy_outputs, *settings, kept)
+            results = evaluate_each(self.policy, microbatches, policy_outputs, self.forward, kept)
         if "reference_logprobs" in outputs:
             with self._as_reference() as reference:
-                add_reference(results, reference, microbatches, *settings)
+                add_reference(results, reference, microbatches, self.forward)
         for model in self._models():
             free_gathered(model)
         return results
@@ -208,11 +222,11 @@ class FSDP2Trainer:
         try:
             totals.check_finite(self.optimizer.steps + 1)
             norm = totals.square_norm**0.5
-            lr = self.learning_rate()
+            rates = self.learning_rates()
             clip_gradients(gradients, norm, self.role.trainer.max_grad_norm)
             # An aborted NCCL collective ends without an error, but its result must not be used.
             recorder.raise_if_stalled()
-            self.optimizer.step(self._rows(), gradients, lr)
+            self.optimizer.step(self._rows(), gradients, rates)
         finally:
             for parameter in self.trained_parameters.values():
                 parameter.grad = None
@@ -220,21 +234,21 @@ class FSDP2Trainer:
         if self.mixing is not None and self.reference is not None and done % self.mixing.steps == 0:
             mix_into_reference(self.reference, self.policy, self.mixing.share)
         current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
-        return StepStats({**totals.values, "grad_norm": norm, "lr": lr})
+        return StepStats({**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)})
 
-    def learning_rate(self) -> float:
-        """Returns the learning rate of the next optimizer step."""
-        trainer = self.role.trainer
-        step = self.optimizer.steps - self.steps_before_run
-        return learning_rate(step, trainer.optimizer.lr, trainer.schedule, self.role.optimizer_steps)
+    def learning_rates(self) -> dict[ModelPart, float]:
+        """Returns the learning rate of each part of the model in the next optimizer step."""
+        role, step = self.role, self.optimizer.steps - self.steps_before_run
+        return learning_rates(step, role.model, role.trainer, role.optimizer_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
-        """Yields this rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
-        yield from own_shards(self.merged_weights.merged(), self.ranks)
+        """Yields this rank's rows of every published weight, merged with the adapter, for weight sync. All ranks call
+        it."""
+        yield from own_shards(self.merged_weights.merged(published=True), self.ranks)
 
     def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Yields every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
-        return gather_buckets(self.merged_weights.merged(), buckets, self.ranks, everyone)
+        """Yields every published weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
+        return gather_buckets(self.merged_weights.merged(published=True), buckets, self.ranks, everyone)
 
     def save(self, folder: Path) -> None:
         """Begins to write trained parameters, optimizer, schedule step and random state; see `CheckpointWriter`."""
@@ -333,9 +347,9 @@ class FSDP2Trainer:
         return adapter_reference(self.policy, self.initial_adapter, self._rows, partial(free_gathered, self.policy))
 
     def _backward(self, microbatch: MicroBatch[np.ndarray], metrics: MetricAccumulator) -> None:
-        batch, chunk, outputs = microbatch.to(self.ranks.device), self.role.trainer.head_chunk, self.kept.pop()
+        batch, outputs = microbatch.to(self.ranks.device), self.kept.pop()
         if outputs is None:
-            outputs = target_values(self.policy, batch, self.objective.outputs, self.role.temperature, chunk)
+            outputs = target_values(self.policy, batch, self.objective.outputs, self.forward)
         outcome = self.objective.compute(batch.fields, outputs, batch.sequences)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
         metrics.add(outcome)
@@ -352,7 +366,7 @@ class FSDP2Trainer:
             state[f"exp_avg.{name}"] = LocalRows(self.optimizer.exp_avg[name], shape)
             state[f"exp_avg_sq.{name}"] = LocalRows(self.optimizer.exp_avg_sq[name], shape)
         if self.reference is not None and self.mixing is not None:
-            state |= {f"{_REFERENCE}{name}": rows for name, rows in reference_rows(self.reference).items()}
+            state |= {f"{_REFERENCE}{name}": rows for name, rows in reference_rows(self.reference, self.policy).items()}
         return state
 
     def _models(self) -> list[PolicyModel]:
@@ -368,7 +382,7 @@ class FSDP2Trainer:
         self.kept.clear()
         for model in self._models() if parameters else []:
             move_weights(model, device, self.ranks.device)
-        self.merged_weights = MergedWeights(self.policy, self.ranks, held_rows)
+        self.merged_weights = MergedWeights(self.policy, self.ranks, partial(held_rows, self.ranks))
         if optimizer:
             self.optimizer.to(device)
         if device.type == "cpu" and self.ranks.device.type == "cuda":

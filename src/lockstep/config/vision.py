@@ -1,0 +1,80 @@
+"""Images: how the model gets them, which of its parts learn from them, and where the data has them."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from lockstep.config.section import Section
+
+BoxCoordinates = Literal["original", "resized", "0-1000", "0-1"]
+"""What the coordinates of a box count: pixels of the image in the data, as annotations do (VLM-R1 compares InternVL's
+boxes so); pixels of the image as the model gets it (VLM-R1's convention for Qwen2.5-VL, whose boxes it scales back to
+the original size); thousandths of width and height (Qwen2-VL, Qwen3-VL, InternVL's own convention); or fractions."""
+
+
+class VisionPartConfig(Section):
+    """One part of a vision-language model."""
+
+    train: bool = True
+    """Whether the part is trained. A frozen part has no optimizer state, and is not sent to engines again."""
+    lr: float | None = Field(None, gt=0)
+    """Learning rate of the part; `trainer.optimizer.lr` when absent."""
+
+    @model_validator(mode="after")
+    def _check_rate(self) -> Self:
+        if self.lr is not None and not self.train:
+            raise ValueError("a part that is not trained has no learning rate: remove lr, or set train to true")
+        return self
+
+
+class VisionConfig(Section):
+    """Images of a vision-language model. All parts are trained by default, as VLM-R1 does it."""
+
+    min_pixels: int | None = Field(None, gt=0)
+    """An image with fewer pixels (width times height) is enlarged; the processor's own setting when absent."""
+    max_pixels: int | None = Field(None, gt=0)
+    """An image with more pixels is made smaller: it bounds the tokens that an image takes. The processor's own setting
+    when absent."""
+    tower: VisionPartConfig = VisionPartConfig()
+    """The encoder of images."""
+    projector: VisionPartConfig = VisionPartConfig()
+    """What turns the encoder's outputs into embeddings of the language model."""
+    language: VisionPartConfig = VisionPartConfig()
+    """The language model."""
+
+    @model_validator(mode="after")
+    def _check_vision(self) -> Self:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} is more than max_pixels {self.max_pixels}")
+        if not (self.tower.train or self.projector.train or self.language.train):
+            raise ValueError("tower, projector and language are all frozen: set train to true for one of them")
+        return self
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all parts are trained."""
+        return self.tower.train and self.projector.train and self.language.train
+
+
+class ImageDataConfig(Section):
+    """Images of a dataset."""
+
+    column: str | None = None
+    """Column with the image, or the list of images, of each row: paths, `data:` URLs, bytes, or the `{bytes, path}` of
+    a `datasets` Image feature. `images` or `image` when absent. Images in the parts of messages need no column."""
+    folder: str | tuple[str, ...] = ()
+    """Folders that relative paths start from, as a list or separated by `:`; the first that has the file counts. A path
+    out of them is refused. When absent, relative paths start from the folder of the data file, and absolute ones are
+    allowed."""
+    on_error: Literal["refuse", "skip"] = "refuse"
+    """For an image that is missing, damaged or too large: refuse the run, or leave its row out and count it."""
+    max_pixels_in_file: int = Field(64_000_000, gt=0)
+    """The most pixels (width times height) of a file that is decoded: a small file may claim to hold a picture that
+    fills the memory."""
+    workers: int = Field(2, gt=0)
+    """Threads that read and prepare images of the samples to come."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that relative paths start from; empty for that of the data file."""
+        return tuple(filter(None, self.folder.split(":"))) if isinstance(self.folder, str) else self.folder

@@ -1,0 +1,410 @@
+"""Prepares images for a model by transformers' own processor, and expands their placeholders in prompts.
+
+The processor is made without torchvision, and the same on every host: images are resized by Pillow. Trainers and
+engines get the arrays that are prepared here, so that they compute with the same pixels.
+"""
+
+import copy
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.base.errors import PicklableError
+from lockstep.config.model import ModelConfig
+from lockstep.config.vision import VisionConfig
+from lockstep.data.images.image_store import PreparedImage
+from lockstep.data.samples import PlacedImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+_TEXT_INPUTS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+)
+_NOT_SETTINGS = frozenset({"chat_template", "tokenizer", "processor_class", "transformers_version", "_name_or_path"})
+_DIGEST_VERSION = 1
+"""Changes with what `prepare` does to an image before the processor gets it."""
+_KEPT_SIZES = 65536
+
+
+class ImageProcessorError(PicklableError, ValueError):
+    """A model's image processor cannot be used."""
+
+    def __init__(self, model: str, problem: str, remedy: str) -> None:
+        super().__init__(f"the image processor of {model} {problem}. {remedy}")
+        self.model, self.problem, self.remedy = model, problem, remedy
+
+
+class ImageRefused(PicklableError, ValueError):
+    """The processor refuses an image, such as one that is 200 times as wide as high."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageExpansion:
+    """What stands for an image in a prompt."""
+
+    text: str
+    """What the placeholder becomes, with one token for each feature."""
+    features: int
+    """Number of embeddings of the image."""
+    resized: tuple[int, int]
+    """Width and height of the image after its first resizing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedText:
+    """A text with expanded placeholders."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    """Where each image is in the text: characters from and to."""
+    shifts: list[tuple[int, int]]
+    """For each placeholder of the original text, where it ended there, and where it ends here."""
+
+    def moved(self, position: int) -> int:
+        """Returns where a position of the original text, outside of placeholders, is in this one."""
+        before = [there - here for here, there in self.shifts if here <= position]
+        return position + (before[-1] if before else 0)
+
+
+class ImageProcessor:
+    """A model's image processor.
+
+    Args:
+        processor: transformers' processor with image processor and tokenizer.
+        feature_token: id of the token whose embeddings the features replace, as in the model's config.
+        model: name of the model for error messages.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        placeholder: what the chat template writes for an image.
+    """
+
+    def __init__(self, processor: Any, feature_token: int, model: str) -> None:
+        from lockstep.data.images.size_processor import without_pixels
+
+        self.tokenizer: Tokenizer = processor.tokenizer
+        self.placeholder: str = processor.image_token
+        self._own, self._feature_token, self._model = processor, feature_token, model
+        # Images are prepared in threads, while the tokenizer is used elsewhere: it fails if it is used twice at once.
+        self._processor = _copy_of(processor, processor.image_processor)
+        self._processor.tokenizer = _LockedTokenizer(copy.deepcopy(processor.tokenizer))
+        # Some processors prepare an image differently if its prompt has others: LLaVA-OneVision does not cut it.
+        self._differs_among_others = "batch_num_images" in processor.image_processor.model_input_names
+        self._sizes = _copy_of(self._processor, without_pixels(processor.image_processor))
+        self._lock = threading.Lock()
+        self._expansion = lru_cache(maxsize=_KEPT_SIZES)(self._compute_expansion)
+        self._settings = _settings_of(processor, feature_token)
+
+    def digest(self, content: bytes, among: int = 1) -> str:
+        """Returns the digest of a prepared image: of the bytes of its file, and of the settings of its preparation.
+
+        Args:
+            among: number of images in the prompt.
+        """
+        settings = self._settings + (b"among others" if self._is_different(among) else b"")
+        return hashlib.sha256(hashlib.sha256(content).digest() + settings).hexdigest()[:32]
+
+    def expansion(self, size: tuple[int, int], among: int = 1) -> ImageExpansion:
+        """Returns what stands for an image in a prompt, by the image's size.
+
+        Args:
+            size: width and height of the upright image, in pixels.
+            among: number of images in the prompt.
+
+        Raises:
+            ImageRefused: the processor refuses an image of this size.
+        """
+        return self._expansion(size, self._is_different(among))
+
+    def prepare(self, image: "Image", digest: str, among: int = 1) -> PreparedImage:
+        """Prepares an image.
+
+        Args:
+            image: upright, in mode RGB.
+            among: number of images in the prompt.
+
+        Raises:
+            ImageRefused: the processor refuses the image.
+        """
+        expansion = self.expansion(image.size, among)
+        different = self._is_different(among)
+        inputs = self._inputs(self._processor, image, different)
+        features = self._count(inputs)
+        if features != expansion.features:
+            raise ImageProcessorError(
+                self._model,
+                f"makes {features} features of an image of {image.width} x {image.height} pixels, but "
+                f"{expansion.features} of its size",
+                "This is an error of Lockstep: please report it with the version of transformers.",
+            )
+        arrays = {name: np.asarray(values) for name, values in inputs.items() if name not in _TEXT_INPUTS}
+        if different:
+            # It was prepared twice, as two images of one prompt.
+            arrays = {name: values[:1] for name, values in arrays.items()}
+            arrays["batch_num_images"] = np.asarray([among], arrays["batch_num_images"].dtype)
+        return PreparedImage(digest, arrays, features, image.size, expansion.resized)
+
+    def smallest(self) -> PreparedImage:
+        """Returns a grey image with as few features as possible: what the vision tower gets where a row has no image,
+        so that all ranks enter the same collectives."""
+        import PIL.Image
+
+        sizes = [(8 * width, 8 * height) for width in (1, 2, 4, 8) for height in (1, 2, 4, 8)]
+        size = min(sizes, key=lambda each: self.expansion(each).features)
+        return self.prepare(PIL.Image.new("RGB", size, (127, 127, 127)), self.digest(b"the smallest image"))
+
+    def expand_text(self, text: str, sizes: Sequence[tuple[int, int]]) -> ExpandedText:
+        """Expands the placeholders of a rendered text.
+
+        Args:
+            sizes: width and height of each image, in the order of the placeholders.
+
+        Raises:
+            ImageRefused: the processor refuses an image of this size, or the text has another number of placeholders.
+        """
+        found = text.count(self.placeholder)
+        if found != len(sizes):
+            raise ImageRefused(
+                f"the rendered text has the placeholder {self.placeholder!r} {found} times, and there are "
+                f"{len(sizes)} images"
+            )
+        replacements = [self.expansion(size, len(sizes)).text for size in sizes]
+        if not replacements:
+            return ExpandedText(text, [], [])
+        (expanded,), (offsets,) = self._own.get_text_with_replacements([text], replacements)
+        spans = [tuple(each["new_span"]) for each in offsets]
+        shifts = [(each["span"][1], each["new_span"][1]) for each in offsets]
+        return ExpandedText(expanded, spans, shifts)
+
+    def expand(
+        self, text: str, images: Sequence[PreparedImage], special_tokens: bool = False
+    ) -> tuple[np.ndarray, list[PlacedImage]]:
+        """Expands the placeholders of a rendered prompt, and tokenizes it.
+
+        Args:
+            special_tokens: let the tokenizer add its special tokens, as it does for text without a chat template.
+
+        Returns:
+            The tokens, int32 `[tokens]`, and the images with the places of their features.
+
+        Raises:
+            ImageRefused: as `expand_text`.
+        """
+        expanded = self.expand_text(text, [image.size for image in images])
+        tokens, begins = encode_with_offsets(self.tokenizer, expanded.text, special_tokens)
+        places = self.places(tokens, begins, expanded.spans)
+        placed = [
+            PlacedImage(image.digest, where, size=image.size, resized=image.resized)
+            for image, where in zip(images, places, strict=True)
+        ]
+        return tokens, placed
+
+    def places(self, tokens: np.ndarray, begins: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Returns the places of the features of each image: int32 `[features]` each.
+
+        Args:
+            tokens: int32 `[tokens]`, of the expanded text.
+            begins: int64 `[tokens]`: the character with which each token begins.
+            spans: where each image is in the text.
+        """
+        candidates = np.flatnonzero(tokens == self._feature_token)
+        at = begins[candidates]
+        return [candidates[(at >= first) & (at < last)].astype(np.int32) for first, last in spans]
+
+    def _is_different(self, among: int) -> bool:
+        return self._differs_among_others and among > 1
+
+    def _compute_expansion(self, size: tuple[int, int], different: bool) -> ImageExpansion:
+        from lockstep.data.images.size_processor import blank_image
+
+        width, height = size
+        with self._lock:
+            self._sizes.image_processor.resized = None
+            inputs = self._inputs(self._sizes, blank_image(width, height), different)
+            resized = self._sizes.image_processor.resized or size
+        replacement: str = inputs["text_replacement_offsets"][0][0]["replacement"]
+        return ImageExpansion(replacement, self._count(inputs), resized)
+
+    def _inputs(self, processor: Any, image: Any, different: bool) -> dict[str, Any]:
+        count = 2 if different else 1
+        try:
+            made = processor(
+                images=[[image] * count],
+                text=[self.placeholder * count],
+                return_text_replacement_offsets=True,
+                add_special_tokens=False,
+                return_tensors="np",
+            )
+        except ValueError as error:
+            raise ImageRefused(f"the model's image processor refuses it: {error}") from error
+        inputs = dict(made)
+        inputs["features"] = int(np.count_nonzero(np.asarray(inputs["input_ids"]) == self._feature_token)) // count
+        return inputs
+
+    def _count(self, inputs: dict[str, Any]) -> int:
+        """Takes the number of features of the image out of the inputs."""
+        return int(inputs.pop("features"))
+
+
+class _LockedTokenizer:
+    """A tokenizer that threads may use at the same time."""
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self._tokenizer(*args, **kwargs)
+
+
+def encode_with_offsets(tokenizer: "Tokenizer", text: str, special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokenizes a text: the tokens, int32, and the character with which each begins, int64; both `[tokens]`."""
+    encoded = tokenizer(text, add_special_tokens=special_tokens, return_offsets_mapping=True, verbose=False)
+    offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    return np.asarray(encoded["input_ids"], np.int32), offsets[:, 0]
+
+
+def load_image_processor(
+    cfg: ModelConfig, tokenizer: "Tokenizer", folder: Path | str | None = None
+) -> ImageProcessor | None:
+    """Loads the image processor of a model; None for a model that reads no images.
+
+    The tokenizer gets the processor's chat template, unless the config names another.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        folder: the model's folder, if it is known; otherwise transformers finds it by the model's name.
+
+    Raises:
+        ImageProcessorError: the processor cannot be loaded, or its settings do not fit.
+    """
+    from transformers import AutoConfig, AutoImageProcessor
+
+    source = {"pretrained_model_name_or_path": str(folder or cfg.path), "trust_remote_code": cfg.trust_remote_code}
+    if folder is None:
+        source["revision"] = cfg.revision
+    try:
+        config = AutoConfig.from_pretrained(**source)
+        if getattr(config, "vision_config", None) is None:
+            return None
+        image_processor = AutoImageProcessor.from_pretrained(**source, backend="pil")
+        processor = _make_processor(config.model_type, source, image_processor, tokenizer)
+    except (OSError, ValueError, ImportError, TypeError, KeyError, AttributeError) as error:
+        first = str(error).strip().partition("\n")[0]
+        remedy = "Check preprocessor_config.json and processor_config.json in the model's folder."
+        raise ImageProcessorError(cfg.path, f"cannot be loaded ({first})", remedy) from error
+    if cfg.chat_template is None and processor.chat_template:
+        tokenizer.chat_template = processor.chat_template
+    feature_token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    if not isinstance(feature_token, int):
+        remedy = "Its config.json needs image_token_id."
+        raise ImageProcessorError(cfg.path, "marks no token as the place of a feature", remedy)
+    return with_pixel_limits(ImageProcessor(processor, feature_token, cfg.path), cfg.vision)
+
+
+def with_pixel_limits(processor: ImageProcessor, vision: VisionConfig) -> ImageProcessor:
+    """Returns a processor that resizes images to at least `min_pixels` and at most `max_pixels`.
+
+    Processors differ in how they are given these: as areas, as the longest edge, or not at all. What they make of a
+    setting is found out with sizes.
+
+    Raises:
+        ImageProcessorError: the processor resizes all images to sizes of its own.
+    """
+    least, most = vision.min_pixels, vision.max_pixels
+    if least is None and most is None:
+        return processor
+    before = processor._own
+    for size in _candidate_sizes(before.image_processor.size, least, most):
+        changed = type(before.image_processor)(**{**before.image_processor.to_dict(), "size": size})
+        candidate = ImageProcessor(_copy_of(before, changed), processor._feature_token, processor._model)
+        if _keeps_limits(candidate, least, most):
+            return candidate
+    name = " and ".join(field for field, value in (("min_pixels", least), ("max_pixels", most)) if value is not None)
+    raise ImageProcessorError(
+        processor._model,
+        f"resizes images to sizes of its own ({dict(before.image_processor.size)}), so that {name} cannot be set",
+        f"Remove model.vision.{name.replace(' and ', ' and model.vision.')}.",
+    )
+
+
+def _candidate_sizes(size: Any, least: int | None, most: int | None) -> list[dict[str, int]]:
+    """The sizes to try: two areas (Qwen), or the longest edge (Idefics3)."""
+    now = {name: value for name, value in dict(size).items() if value is not None}
+    if set(now) == {"shortest_edge", "longest_edge"}:
+        low = least if least is not None else min(now["shortest_edge"], most or now["shortest_edge"])
+        return [{"shortest_edge": low, "longest_edge": most if most is not None else max(now["longest_edge"], low)}]
+    if set(now) == {"longest_edge"} and most is not None:
+        return [{"longest_edge": max(1, int(most**0.5))}]
+    return []
+
+
+def _keeps_limits(processor: ImageProcessor, least: int | None, most: int | None) -> bool:
+    """Whether images that are about square are resized within the limits; to the smallest grid at least."""
+    for width, height in ((64, 64), (400, 300), (2000, 2000)):
+        new_width, new_height = processor.expansion((width, height)).resized
+        smallest = processor.expansion((1, 1)).resized
+        if most is not None and new_width * new_height > max(most, smallest[0] * smallest[1]):
+            return False
+        if least is not None and new_width * new_height < least:
+            return False
+    return True
+
+
+def _make_processor(model_type: str, source: dict[str, Any], image_processor: Any, tokenizer: "Tokenizer") -> Any:
+    """Makes the model's processor without a video processor, which needs torchvision."""
+    from transformers import ProcessorMixin
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+    where = {name: value for name, value in source.items() if name != "trust_remote_code"}
+    settings, _ = ProcessorMixin.get_processor_dict(**where)
+    named = settings.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(model_type)
+    names = [named] if isinstance(named, str) else list(named or [])
+    kinds = [kind for kind in map(processor_class_from_name, names) if kind is not None]
+    if not kinds:
+        raise ValueError(f"transformers has no processor for {model_type}")
+    kind = _without_video(kinds[0])
+    return kind.from_args_and_dict([image_processor, tokenizer], settings, **_video_argument(kinds[0]))
+
+
+def _without_video(kind: Any) -> Any:
+    own = [name for name in kind.get_attributes() if name != "video_processor"]
+    module = sys.modules[kind.__module__]
+    if getattr(module, "num2words", module) is None:
+        module.num2words = str  # type: ignore[attr-defined]  # only texts about videos need it
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: list(own))})
+
+
+def _video_argument(kind: Any) -> dict[str, Any]:
+    return {"video_processor": None} if "video_processor" in kind.get_attributes() else {}
+
+
+def _copy_of(processor: Any, image_processor: Any) -> Any:
+    """The processor with another image processor."""
+    copied = copy.copy(processor)
+    copied.image_processor = image_processor
+    return copied
+
+
+def _settings_of(processor: Any, feature_token: int) -> bytes:
+    """All settings that change how images are prepared, in a form that does not depend on their order."""
+    found = {
+        "version": _DIGEST_VERSION,
+        "feature token": feature_token,
+        "image processor": processor.image_processor.to_dict(),
+        "processor": {name: value for name, value in processor.to_dict().items() if name not in _NOT_SETTINGS},
+    }
+    return json.dumps(found, sort_keys=True, default=str).encode()

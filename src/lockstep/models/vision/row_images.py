@@ -1,0 +1,141 @@
+"""Images of a packed row: the arguments of the vision tower for all of them, and where their features go."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.data.images.image_store import PreparedImage
+from lockstep.data.samples import PlacedImage
+
+_TILES_DIMENSION = 1
+_IMAGES_OF_PROMPT = "batch_num_images"
+"""LLaVA-OneVision's number of images in each prompt: only the image of a prompt with one is cut into tiles."""
+
+
+@dataclass(slots=True)
+class RowImages:
+    """The images of one packed row, for one call of the vision tower.
+
+    If a data set has images, every row has some, so that all ranks call the tower as often: a row without an image gets
+    a small one, whose features have no influence.
+    """
+
+    inputs: dict[str, Tensor]
+    """The arguments of the model's `get_image_features`, for all images together."""
+    places: Tensor
+    """int64 `[features]`: the tokens of the row whose embeddings the features replace, in the order of the features."""
+    real: bool
+    """False for a row without an image: its features are multiplied by 0."""
+    features: "ImageFeatures | None" = None
+    """What the tower and the projector compute of the inputs, if that is known already."""
+
+
+@dataclass(slots=True)
+class ImageFeatures:
+    """What a model's vision tower and projector compute of images."""
+
+    rows: Tensor
+    """`[features, hidden]`: embeddings of the images' tokens."""
+    deepstack: list[Tensor] | None
+    """`[features, hidden]` each: what is added to the hidden states of the images' tokens after each of the first
+    layers of the language model (DeepStack, Meng et al. 2024, arXiv:2406.04334); None if the model adds nothing."""
+
+
+def row_images(
+    prepared: Sequence[PreparedImage], placed: Sequence[PlacedImage], device: torch.device | str
+) -> RowImages:
+    """Joins the images of a row.
+
+    Args:
+        prepared: the pixels of each image; for a row without an image, those of a small one.
+        placed: where each image is in the row; empty for a row without an image.
+
+    Raises:
+        ValueError: an image has another number of places than features, or images cannot be joined.
+    """
+    if not prepared or len(placed) not in (0, len(prepared)):
+        raise ValueError(f"a row has {len(placed)} placed and {len(prepared)} prepared images")
+    for image, place in zip(prepared, placed, strict=False):
+        if len(place.places) != image.features:
+            raise ValueError(
+                f"image {image.digest} ({place.source or 'of unknown source'}) has {len(place.places)} places and "
+                f"{image.features} features"
+            )
+    inputs = {name: torch.from_numpy(values).to(device) for name, values in joined_inputs(prepared).items()}
+    places = [image.places for image in placed] or [np.empty(0, np.int64)]
+    return RowImages(inputs, torch.from_numpy(np.concatenate(places).astype(np.int64)).to(device), bool(placed))
+
+
+def joined_inputs(prepared: Sequence[PreparedImage]) -> dict[str, np.ndarray]:
+    """Joins the arrays of images along their first dimension. Images of fewer tiles than others get tiles of zeros,
+    which the models leave out.
+
+    Raises:
+        ValueError: the images have different arrays, or arrays of different sizes.
+    """
+    names = list(prepared[0].inputs)
+    if any(image.inputs.keys() != prepared[0].inputs.keys() for image in prepared):
+        raise ValueError(f"images have different arrays: {sorted({name for i in prepared for name in i.inputs})}")
+    joined = {name: _joined(name, [image.inputs[name] for image in prepared]) for name in names}
+    if _IMAGES_OF_PROMPT in joined:
+        joined[_IMAGES_OF_PROMPT] = _prompt_sizes(joined[_IMAGES_OF_PROMPT])
+    return joined
+
+
+def _joined(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    if len({array.shape[1:] for array in arrays}) == 1:
+        return np.ascontiguousarray(np.concatenate(arrays))
+    tiles = max(array.shape[_TILES_DIMENSION] for array in arrays)
+    rest = {(*array.shape[1:_TILES_DIMENSION], *array.shape[_TILES_DIMENSION + 1 :]) for array in arrays}
+    if len(rest) > 1 or arrays[0].ndim < 4:
+        shapes = ", ".join(str(list(array.shape)) for array in arrays)
+        raise ValueError(f"{name} of the images of a row have shapes that cannot be joined: {shapes}")
+    missing = [tiles - array.shape[_TILES_DIMENSION] for array in arrays]
+    padded = [
+        np.pad(array, [(0, 0), (0, count), *[(0, 0)] * (array.ndim - 2)])
+        for array, count in zip(arrays, missing, strict=True)
+    ]
+    return np.concatenate(padded)
+
+
+def _prompt_sizes(counts: np.ndarray) -> np.ndarray:
+    """Converts the size of each image's prompt to one size per prompt. Neighbouring prompts of several images count as
+    one, which the model treats alike.
+
+    Raises:
+        ValueError: an image of a prompt with several is alone between prompts with one.
+    """
+    sizes: list[int] = []
+    several = [int(count) > 1 for count in counts]
+    for index, among in enumerate(several):
+        if among and index and several[index - 1]:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+    if several[-1] and sizes[-1] == 1:
+        sizes[-1] = 2  # the model reads only as many as there are images, and 1 would mean a prompt with one
+    if sum(size == 1 for size in sizes) != several.count(False):
+        raise ValueError("an image of a prompt with several images is alone in a row: give all images of the prompt")
+    return np.array(sizes, dtype=counts.dtype)
+
+
+def image_features(lm: Any, inputs: Mapping[str, Tensor]) -> ImageFeatures:
+    """Computes the features of images by the model's own tower and projector.
+
+    Args:
+        lm: a vision-language model of transformers.
+        inputs: the arguments of its `get_image_features`.
+    """
+    found = lm.get_image_features(**inputs)
+    deepstack = getattr(found, "deepstack_features", None)
+    return ImageFeatures(_rows(found.pooler_output), None if deepstack is None else [_rows(each) for each in deepstack])
+
+
+def _rows(features: Any) -> Tensor:
+    """Returns `[features, hidden]` of a tensor, or of one tensor per image."""
+    tensors = [features] if isinstance(features, Tensor) else features
+    return torch.cat([tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors])
