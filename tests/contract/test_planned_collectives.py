@@ -12,15 +12,18 @@ import served_ranks as sr
 import torch
 import torch.distributed as dist
 import trainer_ranks as tr
+import vision_ranks as vr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.config.loader import check_config
 from lockstep.config.run_config import RunConfig
-from lockstep.data.forest_builder import forest_from_pairs, forest_of_scored_pairs
+from lockstep.data.forest_builder import forest_from_documents, forest_from_pairs, forest_of_scored_pairs
 from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Pair
+from lockstep.models.errors import ModelError
 from lockstep.models.model_facts import model_facts
+from lockstep.models.vision.tiny_vision import make_tiny_vision
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp.fsdp_plan import FSDP2Planner, FSDP2ServedModelPlanner
 from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
@@ -178,3 +181,29 @@ def test_evaluations_that_not_every_step_has_are_planned(
     per, _, also = planned.times.partition(" (")[0].partition(", and ")
     times = int(per.split()[0]) * (len(rows) if "micro-batch" in per else 1) + int(also or 0)
     assert len(rows) > 1 and counts == {"gather": times}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3"])
+def test_images_add_the_planned_collectives_of_tower_and_projector(
+    family: str, tmp_path: Path, counts: Counter[str]
+) -> None:
+    """Also for rows without images. A frozen tower adds none, and data without images cannot train it."""
+    make_tiny_vision(tmp_path / family, family=family, **vr.SIZES)
+    torch.save(vr._prompts(tmp_path, family), tmp_path / f"{family}.prompts")
+    ranks = ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD)
+    batch = pack(forest_from_documents(vr.documents(tmp_path, family)), 1, vr.BUDGET, "single", images=True)
+    found = []
+    for model in (vr.FROZEN, {}):
+        config = tr.config(tmp_path, family, "sft", model, ranks=2)
+        rows = next(iter(batch.minibatches(1, None, config.policy.objective))).by_rank[0]
+        trainer = FSDP2Trainer(config.policy, ranks, images=vr.images_of(tmp_path))
+        counts.clear()
+        with pytest.raises(WaitTimeout):
+            trainer.step(rows)
+        found.append(dict(counts))
+    vision = [line for line in planned_collectives(config) if "tower and projector" in line.times]
+    gathers, scatters = (int(line.times.split()[0]) for line in vision)
+    assert found[1]["gather"] - found[0]["gather"] == gathers * len(rows)
+    assert found[1]["scatter"] - found[0]["scatter"] == scatters
+    with pytest.raises(ModelError, match=r"no images.*model\.vision\.tower\.train"):
+        FSDP2Trainer(config.policy, ranks)

@@ -35,8 +35,6 @@ from lockstep.models.vision.vision_policy import VisionPolicyModel
 
 KEPT_BYTES = 2**30
 """How much host memory the features of a frozen tower may take on a rank."""
-_LARGEST_KEPT_INPUT = 4096
-"""Elements of the arrays of an image that are kept beside its features: grids and sizes, but not pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class ImageInputs:
         if not isinstance(policy, VisionPolicyModel):
             problem, remedy = "the data has images, and this model reads none", "use a vision-language model"
             raise ModelError("model.path", model.path, problem, remedy)
-        self._store, self._model, self._device, self._kept_bytes = ImageStore(folder), model, device, kept_bytes
+        self._prepared, self._model, self._device, self._kept_bytes = ImageStore(folder), model, device, kept_bytes
         self.constant = has_constant_vision(policy)
         """Whether images have the same features in every pass, and no rank needs another to compute them."""
         self._known: OrderedDict[tuple[str, ...], _KnownImages] = OrderedDict()
@@ -92,7 +90,7 @@ class ImageInputs:
                 return batch.layout(), {}
             prepared, images = self._known_row(policy, batch, batch.images)
         else:
-            prepared = [self._store.get(image.digest) for image in batch.images]
+            prepared = [self._prepared.get(image.digest) for image in batch.images]
             images = row_images(prepared or [self._smallest], batch.images, self._device)
         return policy.row_layout(batch.lengths.tolist(), batch.parents.tolist(), batch.images, prepared), {
             "images": images
@@ -146,7 +144,7 @@ class ImageInputs:
         key = tuple(image.digest for image in prompt)
         known = self._known.pop(key, None)
         if known is None:
-            known = self._compute([self._store.get(digest) for digest in key], policy)
+            known = self._compute([self._prepared.get(digest) for digest in key], policy)
         self._known[key] = known
         while len(self._known) > 1 and sum(each.nbytes for each in self._known.values()) > self._kept_bytes:
             self._known.popitem(last=False)
@@ -178,5 +176,6 @@ def has_constant_vision(policy: PolicyModel) -> bool:
 
 
 def _without_pixels(image: PreparedImage) -> PreparedImage:
-    small = {name: values for name, values in image.inputs.items() if values.size <= _LARGEST_KEPT_INPUT}
-    return replace(image, inputs=small)
+    """The image with its grids and sizes, from which positions follow, but without pixels and masks of pixels."""
+    kept = {name: each for name, each in image.inputs.items() if each.ndim <= 2 and each.dtype.kind != "f"}
+    return replace(image, inputs=kept)

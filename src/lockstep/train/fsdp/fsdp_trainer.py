@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
+from lockstep.models.errors import ModelError
 from lockstep.models.lora import starts_from_other_weights
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
-from lockstep.models.vision.model_parts import ModelPart
+from lockstep.models.vision.model_parts import ModelPart, changing_parts
 from lockstep.train.adapters.adapter_training import (
     InitialAdapter,
     adapter_dropout,
@@ -132,6 +133,10 @@ class FSDP2Trainer:
         """Optimizer steps of another run, from whose checkpoint this run started."""
         self.offloaded = False
         self.kept = KeptForward.of(role, self.objective)
+        if images is None and ranks.world > 1 and changing_parts(self.policy.lm) - {"language"}:
+            problem = "the data has no images, so FSDP2 would never gather tower and projector, which are to be trained"
+            remedy = "set model.vision.tower.train and model.vision.projector.train to false"
+            raise ModelError("model.vision", role.model.path, problem, remedy)
         inputs = image_inputs(images, role.model, self.policy, ranks.device)
         self.forward = ForwardSettings(ranks.device, role.temperature, role.trainer.head_chunk, inputs)
 
