@@ -1,7 +1,7 @@
 """Simulated workers: the controller's real handles, messages and codec, without processes behind them.
 
-What the controller would do for real workers it does here, except for its sockets, which `socket_s` measures for one
-call. What a worker would do happens in between and is left out of the account (`Account.beside`).
+What the controller would do for real workers it does here, except for its sockets, which `socket_s` measures. What a
+worker, or the relay of its node, would do happens in between and is left out of the account (`Account.beside`).
 """
 
 import selectors
@@ -9,8 +9,10 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,15 @@ from lockstep.base.transport.frame_codes import KEY_BYTES, SessionKeys
 from lockstep.base.transport.frames import Connection, PeerIdentity
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
+from lockstep.cluster.rpc.call_relay import CallRelay
 from lockstep.cluster.rpc.codec import signature_of
+from lockstep.cluster.rpc.relayed_connection import RelayLink
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import (
     CallMessage,
     ResultMessage,
     ResumeMessage,
     pack_message,
-    unpack_to_controller,
     unpack_to_worker,
 )
 from lockstep.data.samples import Completion
@@ -64,33 +67,25 @@ class Account:
         self._beside.append(began - time.thread_time_ns())
 
 
-class FakeConnection:
-    """The worker's end and the wire to it: answers calls at once, those for completions when there are some."""
-
-    closed = pending = False
+class FakeWorker:
+    """A worker: answers calls at once, those for completions when there are some. `answer` sends a frame."""
 
     def __init__(self, account: Account, spec: WorkerSpec) -> None:
         self.account, self.spec = account, spec
         self.worker = RemoteWorker(spec, HOST, "scale", GENERATION, 900.0, 900.0, _nobody)
         self.requests: list[Request] = []
         self.calls: dict[str, int] = defaultdict(int)
+        self.answer: Callable[[bytearray], None] = lambda frame: None
         self._outbox = Outbox()
         self._question: tuple[int, int, float] | None = None
         """Number, acknowledgement and patience of the call for completions."""
         self._lock = threading.RLock()
-        self.worker.handle_message(self, ResumeMessage(0, 1), memoryview(b""))  # type: ignore[arg-type]
 
-    def queue(self, *parts: Any) -> None:
-        began = time.thread_time_ns()
-        message, payload = unpack_to_worker(bytearray(b"".join(parts)))
+    def receive(self, frame: bytearray) -> None:
+        """Does what a message asks for."""
+        message, payload = unpack_to_worker(frame)
         if isinstance(message, CallMessage):
             self._called(message, payload)
-        self.account.beside(began)
-
-    def flush(self) -> bool:
-        return True
-
-    def close(self) -> None: ...
 
     def finish(self, completion: Completion) -> None:
         """A completion is there."""
@@ -121,12 +116,135 @@ class FakeConnection:
         self._say(call.id, method, _value(call.method))
 
     def _say(self, number: int, method: Any, value: Any) -> None:
-        """Says it; the hub hears it in this thread."""
-        frame = bytearray(b"".join(pack_message(ResultMessage(number), signature_of(method).encode_result(value))))
+        self.answer(bytearray(b"".join(pack_message(ResultMessage(number), signature_of(method).encode_result(value)))))
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Messages between the controller and the other end of a connection, and their bytes."""
+
+    sent: int = 0
+    sent_bytes: int = 0
+    received: int = 0
+    received_bytes: int = 0
+
+
+class FakeConnection:
+    """The controller's connection to a worker, or to the call relay of a node."""
+
+    closed = pending = False
+    bulk_bytes = 0
+    peer = PeerIdentity("scale", GENERATION, "far")
+
+    def __init__(self, account: Account) -> None:
+        self.account, self.traffic = account, Traffic()
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+    def queue(self, *parts: Any) -> None:
+        """Sends a frame to the other end, which handles it in this thread."""
         began = time.thread_time_ns()
-        message, body = unpack_to_controller(frame)
-        self.worker.handle_message(self, message, body)  # type: ignore[arg-type]
+        frame = bytearray(b"".join(parts))
+        self.traffic.sent += 1
+        self.traffic.sent_bytes += len(frame)
+        self.far_end(frame)
+        self.account.beside(began)
+
+    def arrive(self, frame: bytearray) -> None:
+        """The controller receives a frame, in the thread that has sent it."""
+        self.traffic.received += 1
+        self.traffic.received_bytes += len(frame)
+        began = time.thread_time_ns()
+        self.near_end(frame)
         self.account.ours(began)
+
+    def far_end(self, frame: bytearray) -> None:
+        raise NotImplementedError
+
+    def near_end(self, frame: bytearray) -> None:
+        raise NotImplementedError
+
+
+class DirectConnection(FakeConnection):
+    """The connection of one worker."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        super().__init__(worker.account)
+        self._worker = worker
+        worker.answer = self.arrive
+        worker.worker.handle_message(self, ResumeMessage(0, 1), memoryview(b""))
+
+    def far_end(self, frame: bytearray) -> None:
+        self._worker.receive(frame)
+
+    def near_end(self, frame: bytearray) -> None:
+        self._worker.worker.handle_frame(self, frame)
+
+    def relay_due(self, now: float) -> None:
+        """There is no relay that holds results back."""
+
+
+class NodeConnection(FakeConnection):
+    """The connection of a node's call relay, a real one without sockets, and of the workers behind it."""
+
+    def __init__(self, workers: Sequence[FakeWorker]) -> None:
+        super().__init__(workers[0].account)
+        self._lock = threading.RLock()
+        self._handles = {each.spec.name: each.worker for each in workers}
+        self._link = RelayLink(self, lambda connection: None)  # type: ignore[arg-type]
+        self._relay = CallRelay(lambda parts: self.arrive(bytearray(b"".join(parts))))
+        resume = bytearray(b"".join(pack_message(ResumeMessage(0, 1))))
+        for each in workers:
+            channel = self._relay.open(each.spec.name, _BehindRelay(each))
+            each.answer = partial(self._worker_says, channel)
+            self._relay.from_worker(channel, bytearray(resume))
+
+    def relay_due(self, now: float) -> None:
+        """Sends the results that have waited long enough for others."""
+        with self._lock:
+            if now >= self._relay.due:
+                self._relay.flush()
+
+    def far_end(self, frame: bytearray) -> None:
+        with self._lock:
+            self._relay.from_controller(frame)
+
+    def near_end(self, frame: bytearray) -> None:
+        self._link.handle_frame(frame, self._accept)
+
+    def _worker_says(self, channel: int, frame: bytearray) -> None:
+        with self._lock:
+            self._relay.from_worker(channel, frame)
+
+    def _accept(self, link: RelayLink, channel: int, name: str) -> None:
+        link.open(channel, self._handles[name])
+
+
+class _BehindRelay:
+    """A worker's connection to its relay."""
+
+    bulk_bytes = 0
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    def queue(self, *parts: Any) -> None:
+        self._worker.receive(bytearray(b"".join(parts)))
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+def connect_all(workers: Sequence[FakeWorker], per_node: int) -> list[DirectConnection | NodeConnection]:
+    """Connects workers: so many through the relay of a node, or each by itself if 0."""
+    if not per_node:
+        return [DirectConnection(each) for each in workers]
+    return [NodeConnection(workers[first : first + per_node]) for first in range(0, len(workers), per_node)]
 
 
 def _value(method: str) -> Any:
@@ -138,9 +256,9 @@ def _value(method: str) -> Any:
     return None
 
 
-def socket_s(size: int = 2048, connections: int = 64, rounds: int = 30) -> float:
-    """CPU seconds that a call costs beside its message: a frame of so many bytes written to a connection over loopback,
-    and the answer heard of by a selector and read, as the hub does."""
+def socket_s(traffic: Traffic, connections: int = 64, rounds: int = 30) -> float:
+    """CPU seconds that this traffic costs beside its messages: frames of its mean size written to connections over
+    loopback, and answers heard of by a selector and read, as the controller does."""
     selector, pairs = selectors.DefaultSelector(), []
     with socket.create_server(("127.0.0.1", 0)) as listening:
         for number in range(connections):
@@ -150,28 +268,51 @@ def socket_s(size: int = 2048, connections: int = 64, rounds: int = 30) -> float
             peer, keys = PeerIdentity("scale", GENERATION, str(number)), (b"n" * KEY_BYTES, b"f" * KEY_BYTES)
             pairs.append([Connection(near, peer, SessionKeys(*keys)), Connection(far, peer, SessionKeys(*keys[::-1]))])
             selector.register(pairs[-1][0], selectors.EVENT_READ, pairs[-1][0])
-    ours = 0
+    writes = reads = 0
+    sent = b"x" * (traffic.sent_bytes // max(1, traffic.sent))
+    received = b"x" * (traffic.received_bytes // max(1, traffic.received))
     for _ in range(rounds):
         began = time.thread_time_ns()
         for near, _ in pairs:
-            near.queue(b"head", b"x" * size)
+            near.queue(b"head", sent)
             near.flush()
-        ours += time.thread_time_ns() - began
+        writes += time.thread_time_ns() - began
         for _, far in pairs:
             while far.recv(1.0) is None:
                 pass
-            far.send(b"x" * 96)
+            far.send(received)
         began, heard = time.thread_time_ns(), 0
         while heard < connections:
             for key, _ in selector.select(1.0):
                 heard += sum(1 for _ in key.data.frames())
-                key.data.flush()
-        ours += time.thread_time_ns() - began
+        reads += time.thread_time_ns() - began
     for pair in pairs:
         for each in pair:
             each.close()
     selector.close()
-    return ours / 1e9 / rounds / connections
+    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds / connections
+
+
+def bare_s(traffic: Traffic, rounds: int = 300) -> float:
+    """CPU seconds of as many plain writes and reads of these mean sizes on a socket: what these messages cost any
+    program, without codes, selectors and Python objects for them."""
+    writes = reads = 0
+    sent = b"x" * (traffic.sent_bytes // max(1, traffic.sent))
+    received = b"x" * (traffic.received_bytes // max(1, traffic.received))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        far = socket.create_connection(listening.getsockname())
+        near = listening.accept()[0]
+    with near, far:
+        for _ in range(rounds):
+            began = time.thread_time_ns()
+            near.sendall(sent)
+            writes += time.thread_time_ns() - began
+            far.recv(len(sent), socket.MSG_WAITALL)
+            far.sendall(received)
+            began = time.thread_time_ns()
+            near.recv(len(received), socket.MSG_WAITALL)
+            reads += time.thread_time_ns() - began
+    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds
 
 
 def completion_of(request: Request, tokens: int, version: int) -> Completion:

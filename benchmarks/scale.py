@@ -1,13 +1,16 @@
 """What a step costs the controller of a run with a thousand engines and thousands of trainer ranks.
 
-    python -m benchmarks.scale                                    1,024 engines, 4,096 ranks
+    python -m benchmarks.scale                                    1,024 engines, 4,096 ranks, 8 on each node
     python -m benchmarks.scale --engines 64 --ranks 256
+    python -m benchmarks.scale --per-node 0                       each worker connected by itself
     python -m benchmarks.scale --json benchmarks/results/cpu/scale.json
 
 The real controller (buffer, engines, fleet, policy, packing, ledger, handles, messages, codec) drives workers that are
-not there: they answer at once, completions come one by one in a random order of engines. CPU time is counted, of all
-threads of the controller, without what the workers' side of this simulation takes. Sockets are counted by themselves:
-what a call takes over loopback, system calls included, times the calls of a step.
+not there: they answer at once, completions come one by one in a random order of engines. The call relays of nodes are
+real, without sockets. CPU time is counted, of all threads of the controller, without what the workers' and the relays'
+side of this simulation takes. Sockets are counted by themselves: what frames of the mean size take over loopback,
+system calls included, times the frames of a step. `bare` is the limit that is left to any program with these messages:
+as many plain writes and reads of these sizes.
 """
 
 import argparse
@@ -24,9 +27,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.fake_workers import Account, FakeConnection, completion_of, socket_s
+from benchmarks.fake_workers import Account, FakeWorker, Traffic, bare_s, completion_of, connect_all, socket_s
 from lockstep.base import waits
 from lockstep.cluster.protocol import Worker, WorkerSpec
+from lockstep.cluster.rpc.call_relay import DELAY_S
 from lockstep.config.algorithm import PPOClip
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import SamplingConfig
@@ -46,6 +50,8 @@ from lockstep.train.trainer_api import TrainerInfo
 
 COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics", "sockets")
 """Parts that exist because there are many workers; the others are work on the samples themselves."""
+BARE = "bare"
+"""The limit of `sockets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Size:
     group: int
     tokens: int
     """Of a completion."""
+    per_node: int = 8
+    """Workers of a node, which its call relay serves; 0: there are no relays."""
 
     @property
     def prompts(self) -> int:
@@ -99,6 +107,9 @@ class World:
         self.ledger = Ledger.create(folder, {"name": "scale"})
         self.engines = [self._fake("engine", "rollout", rank) for rank in range(size.engines)]
         self.ranks = [self._fake("policy", "policy", rank) for rank in range(size.ranks)]
+        self.connections = connect_all(self.engines, size.per_node) + connect_all(self.ranks, size.per_node)
+        for connection in self.connections:
+            connection.traffic = Traffic()  # without the messages of connecting
         workers = [fake.worker for fake in self.engines]
         self.fleet = RolloutClient(workers, SamplingConfig(max_tokens=size.tokens), seed=0)
         draws = Draws(size.prompts)
@@ -109,8 +120,8 @@ class World:
         )  # fmt: skip
         self.policy = TrainerGroup([fake.worker for fake in self.ranks], [info], ROLE)
 
-    def _fake(self, name: str, role: str, rank: int) -> FakeConnection:
-        return FakeConnection(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"))
+    def _fake(self, name: str, role: str, rank: int) -> FakeWorker:
+        return FakeWorker(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"))
 
     def step(self, step: int) -> dict[str, float]:
         """One step of GRPO; CPU seconds by part."""
@@ -152,18 +163,31 @@ class World:
         due = [(fake, request) for fake in self.engines for request in fake.requests]
         random.Random(step).shuffle(due)
         began = time.monotonic()
-        held: deque[tuple[float, FakeConnection]] = deque()
+        held: deque[tuple[float, FakeWorker]] = deque()
         for number, (fake, request) in enumerate(due):
             fake.finish(completion_of(request, self.size.tokens, step))
-            held.append((time.monotonic() + MAX_HOLD_S, fake))
+            held.append(((time.monotonic() // MAX_HOLD_S + 1) * MAX_HOLD_S, fake))
             while held[0][0] <= time.monotonic():
                 held.popleft()[1].tell()
             ahead = began + self.over_s * number / len(due) - time.monotonic()
             if ahead > 0.001:
+                self._flush_relays()
                 waits.sleep(ahead, "the next completion")
+        waits.sleep(DELAY_S, "results that relays hold back")
+        self._flush_relays()
         for fake in self.engines:
             fake.requests.clear()
         self.account.beside(cpu)
+
+    def _flush_relays(self) -> None:
+        now = time.monotonic()
+        for each in self.connections:
+            each.relay_due(now)
+
+    def traffic(self) -> Traffic:
+        """All messages so far."""
+        each = [connection.traffic for connection in self.connections]
+        return Traffic(*(sum(getattr(of, name) for of in each) for name in Traffic.__dataclass_fields__))
 
     def calls(self) -> dict[str, int]:
         """Calls to all workers so far, by method."""
@@ -177,32 +201,34 @@ class World:
         self.ledger.close()
 
 
-def measure(size: Size, steps: int, over_s: float) -> tuple[dict[str, float], dict[str, int]]:
-    """Medians over all steps but the first: CPU seconds by part; calls of all steps."""
+def measure(size: Size, steps: int, over_s: float) -> tuple[dict[str, float], dict[str, int], Traffic]:
+    """Medians over all steps but the first: CPU seconds by part; calls and messages of all steps."""
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as scratch, infrequent_gc():
         world = World(size, Path(scratch) / "run", steps + 1, over_s)
         spent = [world.step(step) for step in range(steps + 1)][1:]
-        calls = world.calls()
+        calls, traffic = world.calls(), world.traffic()
         world.close()
     found = {name: statistics.median(each[name] for each in spent) for name in spent[0]}
-    return found | {"sockets": socket_s() * sum(calls.values()) / (steps + 1)}, calls
+    return found | {"sockets": socket_s(traffic) / (steps + 1), BARE: bare_s(traffic) / (steps + 1)}, calls, traffic
 
 
 def table(size: Size, spent: dict[str, float]) -> list[str]:
     """Lines of Markdown."""
+    nodes = f", {size.per_node} on each node behind a relay" if size.per_node else ", each connected by itself"
     lines = [
         f"{size.engines:,} engines, {size.ranks:,} trainer ranks, {size.prompts:,} prompts x {size.group} completions "
-        f"of {size.tokens} tokens",
+        f"of {size.tokens} tokens{nodes}",
         "",
         "| part | CPU ms a step |",
         "| --- | --- |",
     ]
-    lines += [f"| {name} | {1e3 * value:.1f} |" for name, value in spent.items()]
+    lines += [f"| {name} | {1e3 * value:.1f} |" for name, value in spent.items() if name != BARE]
     coordination = sum(spent[name] for name in COORDINATION)
     return [
         *lines,
+        f"| {BARE}: the limit of sockets, not counted | {1e3 * spent[BARE]:.1f} |",
         f"| **because of many workers** ({', '.join(COORDINATION)}) | **{1e3 * coordination:.1f}** |",
-        f"| **all** | **{1e3 * sum(spent.values()):.1f}** |",
+        f"| **all** | **{1e3 * (sum(spent.values()) - spent[BARE]):.1f}** |",
     ]
 
 
@@ -212,16 +238,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--group", type=int, default=4, help="completions of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion")
+    parser.add_argument("--per-node", type=int, default=8, help="workers behind a call relay; 0: without relays")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--over", type=float, default=2.0, metavar="SECONDS", help="in which completions come")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
     options = parser.parse_args(arguments)
-    size = Size(options.engines, options.ranks, options.group, options.tokens)
-    spent, calls = measure(size, options.steps, options.over)
+    size = Size(options.engines, options.ranks, options.group, options.tokens, options.per_node)
+    spent, calls, traffic = measure(size, options.steps, options.over)
     print("\n".join(table(size, spent)))
-    print(f"\ncalls in {options.steps + 1} steps: {calls}")
+    print(f"\nin {options.steps + 1} steps: calls {calls}, messages {asdict(traffic)}")
     if options.json:
-        options.json.write_text(json.dumps({"size": asdict(size), "seconds": spent, "calls": calls}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"size": asdict(size), "seconds": spent, "calls": calls, "messages": asdict(traffic)}, indent=2)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

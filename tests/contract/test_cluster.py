@@ -18,6 +18,7 @@ import psutil
 import pytest
 from cluster_services import BackgroundService, DeferringService, Parcel, Plain
 from ray_hosts import needs_ray
+from relayed_cluster import RelayedCluster, await_relay
 
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, ConnectionClosed, HandshakeRefused
@@ -28,6 +29,7 @@ from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpe
 from lockstep.cluster.rendezvous_store import open_store
 from lockstep.cluster.rpc.codec import CodecError
 from lockstep.cluster.rpc.futures import gather_results
+from lockstep.cluster.rpc.relayed_connection import RelayedConnection
 from lockstep.config.cluster import LocalClusterConfig as LocalConfig
 from lockstep.config.cluster import RayClusterConfig as RayConfig
 
@@ -40,16 +42,20 @@ def local(folder: Path) -> LocalCluster:
     return LocalCluster(LocalConfig(notice_after_s=1.0), f"contract-{secrets.token_hex(3)}", folder, 1, TOKEN)
 
 
+def relayed(folder: Path) -> LocalCluster:
+    return RelayedCluster(LocalConfig(notice_after_s=1.0), f"contract-{secrets.token_hex(3)}", folder, 1, TOKEN)
+
+
 def own_ray(folder: Path) -> AgentCluster:
     from lockstep.cluster.ray.ray_cluster import RayCluster
 
     return RayCluster(RayConfig(notice_after_s=1.0), f"contract-{secrets.token_hex(3)}", folder, 1, TOKEN)
 
 
-CLUSTERS: dict[str, Callable[[Path], AgentCluster]] = {"local": local, "ray": own_ray}
+CLUSTERS: dict[str, Callable[[Path], AgentCluster]] = {"local": local, "relayed": relayed, "ray": own_ray}
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=needs_ray)])
+@pytest.fixture(scope="module", params=["local", "relayed", pytest.param("ray", marks=needs_ray)])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with CLUSTERS[request.param](tmp_path_factory.mktemp("run")) as made:
         yield made
@@ -73,6 +79,8 @@ def start(cluster: Any) -> Iterator[Start]:
     def one(service: type = Plain, **arguments: Any) -> Any:
         (worker,) = cluster.start([spec(f"w{prefix}-{next(count)}", service, 7, **arguments)])
         started.append(worker)
+        if isinstance(cluster, RelayedCluster):
+            await_relay(worker)
         return worker
 
     yield one
@@ -83,6 +91,8 @@ def start(cluster: Any) -> Iterator[Start]:
 def cut(worker: Any) -> None:
     """Break the worker's connection as a network failure would."""
     connection = worker.connection
+    if isinstance(connection, RelayedConnection):
+        connection = connection.link.connection
     if connection is not None:
         with contextlib.suppress(OSError):
             connection._socket.shutdown(socket.SHUT_RDWR)

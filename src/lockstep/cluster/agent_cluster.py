@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 from lockstep.base import waits
 from lockstep.base.network import PortRange
 from lockstep.base.wait_state import WaitTimeout
+from lockstep.cluster.call_relays import CallRelays
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec, check_worker_names
 from lockstep.cluster.reattach import OrphanPool
@@ -36,6 +37,8 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorClient, Superv
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
+DIRECT_NODES = 2
+"""With more nodes, workers on other hosts than the controller's are called through call relays."""
 KILL_TIMEOUT_S = 10.0
 """SIGKILL ends a process within moments, unless it is in a driver call that does not return."""
 
@@ -82,6 +85,7 @@ class AgentCluster(ABC):
         self._supervision: SupervisorClient | None = None
         self._pid = os.getpid()
         self._server = RpcServer(self._token, run, generation, self._tick, host, self.ports)
+        self._relays = CallRelays(self._server, run, generation, lambda: self._closing or self._superseded)
         atexit.register(self.close)
 
     @abstractmethod
@@ -130,6 +134,7 @@ class AgentCluster(ABC):
         try:
             self._spawn(specs, others, workers)
             self._spawn(specs, self._orphans.failed_adoptions(claimed), workers)
+            self._relays.ensure({each.node for each in workers.values() if self._has_relay(each.node)})
             gather_results([worker.started for worker in workers.values()], why="start")
         except BaseException:
             self._kill(list(workers.values()))
@@ -275,6 +280,10 @@ class AgentCluster(ABC):
         agents = [node.agent for node in self._nodes if node.agent is not None]
         return [replace(agent.address, generation=self._generation) for agent in agents]
 
+    def _has_relay(self, node: ClusterNode) -> bool:
+        """Whether the node has a call relay."""
+        return not node.is_local and len(self._nodes) > DIRECT_NODES
+
     def _spawn(self, specs: Sequence[WorkerSpec], which: Sequence[int], workers: dict[int, RemoteWorker]) -> None:
         """Starts the processes of some specs (`which`: their indices) and adds their handles to `workers`."""
         pids = []
@@ -337,7 +346,8 @@ class AgentCluster(ABC):
 
     def _exited(self, end: WorkerExit) -> None:
         """Handles the end of a worker. Called in the agent client's thread."""
-        self._server.worker_ended(end.name, end.pid, end.exit_code, end.log_tail)
+        if not self._relays.ended(end):
+            self._server.worker_ended(end.name, end.pid, end.exit_code, end.log_tail)
 
     def _tick(self) -> None:
         """Detects progress of workers that send no messages, and deaths that no agent can report; replaces a rendezvous

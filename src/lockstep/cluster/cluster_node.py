@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class ClusterNode:
         self.info, self.cluster_dir, self.logs = info, cluster_dir, logs
         self.agent: AgentClient | None = None
         """The node's agent; None before it has started."""
+        self.calls_lock = threading.RLock()
+        """Guards the open calls of all its workers, which may be called by one message."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.info.name})"

@@ -192,11 +192,12 @@ class Outbox:
 
     def due(self, ack: int, hold_s: float) -> bool:
         """Whether to answer a call with this `ack` now. Completions are held back for up to `hold_s` while the engine
-        has other requests that are as urgent."""
+        has other requests that are as urgent: until the host's clock reaches a multiple of it, so that the engines of a
+        host answer together."""
         if not self._kept or self._sent > ack or hold_s <= 0:
             return bool(self._kept)
         others_as_urgent = any(request.priority <= self._urgency for request in self._open.values())
-        return not others_as_urgent or time.monotonic() - self._unsent_since >= hold_s
+        return not others_as_urgent or time.monotonic() // hold_s > self._unsent_since // hold_s
 
     def acknowledge(self, ack: int) -> None:
         """Drops the completions up to number `ack`. Raises ValueError for a number that was never sent."""

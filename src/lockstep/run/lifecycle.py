@@ -17,6 +17,7 @@ from lockstep.cluster.agent_cluster import AgentCluster
 from lockstep.cluster.cluster_factory import InheritedProcesses, open_cluster, take_over_processes
 from lockstep.cluster.protocol import RemoteError, Worker
 from lockstep.cluster.rpc.futures import gather_results
+from lockstep.cluster.rpc.remote_worker import submit_all
 from lockstep.config.roles import ROLE_OF_PROCESSES, name_of_ranks
 from lockstep.config.run_config import RunConfig
 from lockstep.config.serve_role import reward_model_roles
@@ -332,7 +333,7 @@ def _log_packing(name: str, role: TrainRole, info: TrainerInfo) -> None:
 
 def _warn_slow_engines(engines: list[Worker]) -> None:
     """Warns if the model decodes slowly on the engines, with the reason."""
-    reasons = gather_results([worker.submit(EngineAPI.slower) for worker in engines], why="load the model")
+    reasons = gather_results(submit_all(engines, EngineAPI.slower, [()] * len(engines)), why="load the model")
     for reason in dict.fromkeys(reasons):
         if reason:
             log.warning("%s", reason)

@@ -15,7 +15,7 @@ from lockstep.base.text import count_noun, first_line
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError, gather_results
-from lockstep.cluster.rpc.remote_worker import worker_and_node
+from lockstep.cluster.rpc.remote_worker import submit_all, worker_and_node
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, failed_worker, is_effect
 from lockstep.config.algorithm import ModelOutput
 from lockstep.config.roles import name_of_ranks
@@ -60,7 +60,9 @@ class ServedGroup:
         self._offloaded = False
         workers = self.workers
         names = [worker_and_node(worker) for worker in workers]
-        self._setup: list[PendingResult[RankInfo]] = [worker.submit(ServedModelAPI.setup, names) for worker in workers]
+        self._setup: list[PendingResult[RankInfo]] = submit_all(
+            workers, ServedModelAPI.setup, [(names,)] * len(workers)
+        )
 
     def finish_setup(self) -> None:
         """Waits until the ranks have loaded the model."""
@@ -75,7 +77,7 @@ class ServedGroup:
             return
         self._offloaded = True
         try:
-            gather_results([worker.submit(ServedModelAPI.offload) for worker in self.workers], why="offload")
+            gather_results(submit_all(self.workers, ServedModelAPI.offload, [()] * len(self.workers)), why="offload")
         except (RemoteError, WorkerDied, Stalled) as error:
             log.warning("%s could not leave the devices: %s", name_of_ranks(self.role.name), first_line(error))
             self._launcher.kill(self.workers)
@@ -84,7 +86,7 @@ class ServedGroup:
         """Makes other roles leave the devices, and brings the weights back."""
         self.turns.begin(self)
         if self._offloaded:
-            gather_results([worker.submit(ServedModelAPI.onload) for worker in self.workers], why="onload")
+            gather_results(submit_all(self.workers, ServedModelAPI.onload, [()] * len(self.workers)), why="onload")
             self._offloaded = False
 
     def begin_fields(self, batch: TrainingBatch, everything: MiniBatch) -> PendingFields:
@@ -107,10 +109,8 @@ class ServedGroup:
         self._begin_turn()
         minibatch = minibatch.spread(len(self.workers))
         outputs = list(dict.fromkeys(fields.values()))
-        calls = [
-            worker.submit(ServedModelAPI.evaluate, encoded, outputs)
-            for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
-        ]
+        arguments = ((encoded, outputs) for encoded in minibatch.encode())
+        calls = submit_all(self.workers, ServedModelAPI.evaluate, arguments)
         return PendingFields(minibatch, fields, calls)
 
     def failed(self, error: CallError) -> bool:

@@ -1,15 +1,15 @@
 """The ranks of a trained role as one object: every method calls all ranks and returns one result."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.futures import gather_identical, gather_results
-from lockstep.cluster.rpc.remote_worker import worker_and_node
+from lockstep.cluster.rpc.remote_worker import submit_all, worker_and_node
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MiniBatch
@@ -19,6 +19,7 @@ from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
 from lockstep.train.trainer_protocol import StepStats
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -28,7 +29,7 @@ def set_up_ranks(workers: Sequence[Worker]) -> dict[str, tuple[list[Worker], lis
     names: dict[str, list[str]] = {}
     for worker in workers:
         names.setdefault(worker.spec.role, []).append(worker_and_node(worker))
-    calls = [worker.submit(TrainerAPI.setup, names[worker.spec.role]) for worker in workers]
+    calls = submit_all(workers, TrainerAPI.setup, [(names[worker.spec.role],) for worker in workers])
     ready: dict[str, tuple[list[Worker], list[TrainerInfo]]] = {role: ([], []) for role in names}
     for worker, info in zip(workers, gather_results(calls, why="load the model"), strict=True):
         own, infos = ready[worker.spec.role]
@@ -90,12 +91,9 @@ class TrainerGroup:
     ) -> list[PendingResult[list[dict[str, np.ndarray]]]]:
         """Submits an evaluation to all ranks and returns at once; see `evaluate`."""
         self.begin_turn()
-        return self._opened(
-            [
-                worker.submit(TrainerAPI.evaluate, encoded, list(want))
-                for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
-            ]
-        )
+        outputs = list(want)
+        arguments = ((encoded, outputs) for encoded in minibatch.encode())
+        return self._opened(submit_all(self.workers, TrainerAPI.evaluate, arguments))
 
     def evaluate(self, minibatch: MiniBatch, want: Sequence[TrainerOutput]) -> list[list[dict[str, np.ndarray]]]:
         """Returns the wanted values, float32 `[targets]`, as dicts by `[ranks][micro-batches]`."""
@@ -116,7 +114,7 @@ class TrainerGroup:
         other methods bring it back."""
         if self._offload.anything and not self._offloaded:
             moved = bool(self._offload.parameters), bool(self._offload.optimizer)
-            gather_identical([worker.submit(TrainerAPI.offload, *moved) for worker in self.workers], why="offload")
+            gather_identical(self._submit(TrainerAPI.offload, *moved), why="offload")
             self._offloaded = True
 
     def ranks_killed(self) -> None:
@@ -127,7 +125,7 @@ class TrainerGroup:
         """Makes other roles leave the devices, and brings offloaded state back."""
         self.turns.begin(self)
         if self._offloaded:
-            gather_identical([worker.submit(TrainerAPI.onload) for worker in self.workers], why="onload")
+            gather_identical(self._submit(TrainerAPI.onload), why="onload")
             self._offloaded = False
 
     def begin_fields(self, minibatch: MiniBatch, without: Collection[str] = ()) -> PendingFields:
@@ -145,12 +143,8 @@ class TrainerGroup:
     def submit_step(self, minibatch: MiniBatch) -> list[PendingResult[StepStats]]:
         """Submits an optimizer step to all ranks and returns at once; see `step`."""
         self.begin_turn()
-        return self._opened(
-            [
-                worker.submit(TrainerAPI.step, encoded)
-                for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
-            ]
-        )
+        arguments = ((encoded,) for encoded in minibatch.encode())
+        return self._opened(submit_all(self.workers, TrainerAPI.step, arguments))
 
     def step(self, minibatch: MiniBatch) -> dict[str, float]:
         """Does one optimizer step, and returns metrics over all ranks. Raises RemoteError for a non-finite loss, before
@@ -166,6 +160,10 @@ class TrainerGroup:
             return stats.values
         return {**stats.values, "batch/skipped_sequences": float(minibatch.skipped)}
 
+    def _submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **_: P.kwargs) -> list[PendingResult[R]]:
+        """Submits the same call to all ranks."""
+        return submit_all(self.workers, method, [args] * self.ranks)
+
     def _opened(self, calls: list[PendingResult[R]]) -> list[PendingResult[R]]:
         self.open_calls += calls
         return calls
@@ -176,44 +174,34 @@ class TrainerGroup:
         self.open_calls = [call for call in self.open_calls if id(call) not in read]
 
     def save(self, folder: Path) -> None:
-        gather_identical(
-            [worker.submit(TrainerAPI.save, str(folder)) for worker in self.workers], why="copy for checkpoint"
-        )
+        gather_identical(self._submit(TrainerAPI.save, str(folder)), why="copy for checkpoint")
 
     def saved(self) -> bool:
         """Whether the last save is complete on disk."""
-        return all(gather_results([worker.submit(TrainerAPI.saved) for worker in self.workers], why="checkpoint"))
+        return all(gather_results(self._submit(TrainerAPI.saved), why="checkpoint"))
 
     def load(self, folder: Path) -> None:
         self.begin_turn()
-        gather_identical(
-            [worker.submit(TrainerAPI.load, str(folder)) for worker in self.workers], why="load checkpoint"
-        )
+        gather_identical(self._submit(TrainerAPI.load, str(folder)), why="load checkpoint")
 
     def save_to_memory(self, folder: Path, version: int) -> None:
-        gather_identical(
-            [worker.submit(TrainerAPI.save_to_memory, str(folder), version) for worker in self.workers], why="copy"
-        )
+        gather_identical(self._submit(TrainerAPI.save_to_memory, str(folder), version), why="copy")
 
     def load_from_memory(self, folder: Path, version: int) -> None:
         self.begin_turn()
         gather_identical(
-            [worker.submit(TrainerAPI.load_from_memory, str(folder), version) for worker in self.workers],
+            self._submit(TrainerAPI.load_from_memory, str(folder), version),
             why="load copy",
         )
 
     def export(self, folder: Path, added: Mapping[str, Any]) -> None:
         """Writes the model, with values added to its config."""
-        calls = [worker.submit(TrainerAPI.export, str(folder), dict(added)) for worker in self.workers]
+        calls = self._submit(TrainerAPI.export, str(folder), dict(added))
         gather_identical(calls, why="export")
 
     def export_adapter(self, folder: Path) -> None:
-        gather_identical(
-            [worker.submit(TrainerAPI.export_adapter, str(folder)) for worker in self.workers], why="export"
-        )
+        gather_identical(self._submit(TrainerAPI.export_adapter, str(folder)), why="export")
 
     def write_weights(self, version: int) -> None:
         """Every rank writes its rows of the weights into the store's inactive buffer."""
-        gather_identical(
-            [worker.submit(PolicyAPI.write_weights, version) for worker in self.workers], why="write weights"
-        )
+        gather_identical(self._submit(PolicyAPI.write_weights, version), why="write weights")

@@ -14,6 +14,7 @@ from typing import Protocol
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import Cluster, PendingResult, RemoteError, Worker, WorkerDied
 from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
+from lockstep.cluster.rpc.remote_worker import submit_all
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import EngineAPI
@@ -131,11 +132,10 @@ class DeviceWeightSync:
     def _send(self, version: int, engines: Sequence[Worker]) -> SendResult:
         channel, self._channel, began = self._channel_to(engines), None, time.monotonic()
         names = [engine.spec.name for engine in engines]
-        receiving = [
-            engine.submit(EngineAPI.receive_weights, channel.where(name, self._plan), version)
-            for engine, name in zip(engines, names, strict=True)
-        ]
-        sending = [rank.submit(PolicyAPI.stream_weights, channel, version) for rank in self._ranks.workers]
+        places = ((channel.where(name, self._plan), version) for name in names)
+        receiving = submit_all(engines, EngineAPI.receive_weights, places)
+        ranks = self._ranks.workers
+        sending = submit_all(ranks, PolicyAPI.stream_weights, [(channel, version)] * len(ranks))
         problems = [problem for problem in gather_results(sending, why=f"send version {version}") if problem]
         for problem in problems:
             log.warning("%s, version %d: %s", channel.name, version, problem)
@@ -213,7 +213,7 @@ class WeightPublisher:
         """Makes the policy's ranks open the stores they write to: new stores if the number of ranks has changed."""
         workers = self.policy.workers
         folders = self.delivery.prepare_stores(workers)
-        opened = [worker.submit(PolicyAPI.open_weights, where) for worker, where in zip(workers, folders, strict=True)]
+        opened = submit_all(workers, PolicyAPI.open_weights, ((where,) for where in folders))
         gather_results(opened, why="open weights")
 
     def publish(self, version: int) -> None:

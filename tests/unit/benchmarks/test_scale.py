@@ -31,7 +31,9 @@ def calls_of(work: Callable[[], Any]) -> int:
 
 
 def world(folder: Path, engines: int, ranks: int) -> World:
-    return World(Size(engines, ranks, 4, 8), folder / f"run-{engines}-{ranks}", 8, 0.0)
+    made = World(Size(engines, ranks, 4, 8), folder / f"run-{engines}-{ranks}", 8, 0.0)
+    made.fleet._pool._hold_s = 1e9  # no multiple of it passes during a test
+    return made
 
 
 def test_handing_out_and_collecting_grow_with_the_engines_and_not_with_their_square(tmp_path: Path) -> None:
@@ -94,7 +96,10 @@ def test_the_counters_of_engines_are_not_asked_for_while_they_are_waited_for(tmp
 
 def test_the_benchmark_runs_and_tells_every_part() -> None:
     size = Size(8, 32, 4, 8)
-    spent, calls = measure(size, 1, 0.05)
+    spent, calls, traffic = measure(size, 1, 0.05)
     assert set(COORDINATION) <= set(spent) and all(value >= 0 for value in spent.values())
     assert calls["step"] == calls["write_weights"] == 2 * 32
+    assert traffic.sent < 0.3 * sum(calls.values()), "a call of all workers of a node is one message"
+    direct, same, messages = measure(Size(8, 32, 4, 8, per_node=0), 1, 0.05)
+    assert messages.sent >= sum(same.values()) > 4 * traffic.sent and set(direct) == set(spent)
     assert sum("|" in line for line in table(size, spent)) == len(spent) + 4

@@ -173,9 +173,12 @@ def encode_payload(value: Any) -> Payload:
     Raises:
         TypeError, ValueError, OverflowError: the value contains something that cannot be sent.
     """
-    arrays = _ArrayCollector()
-    body = msgspec.msgpack.Encoder(enc_hook=arrays.hook).encode(value)
-    start = _align(_PREFIX.size + len(body))
+    arrays = _encode_context.arrays = _ArrayCollector()
+    try:
+        body = _encoder.encode(value)
+    finally:
+        _encode_context.arrays = None  # or it would keep arrays alive
+    start = -(-(_PREFIX.size + len(body)) // _ALIGN) * _ALIGN
     if start + arrays.size > MAX_PAYLOAD_BYTES:
         raise ValueError(
             f"{start + arrays.size} bytes are too many for one call (at most {MAX_PAYLOAD_BYTES}): send it in parts"
@@ -228,16 +231,29 @@ def _read_extension(code: int, data: memoryview) -> Any:
     return _read_array(data, _decode_context.payload, _decode_context.start)
 
 
+class _EncodeContext(threading.local):
+    """The arrays of the payload that a thread is encoding."""
+
+    arrays: "_ArrayCollector | None" = None
+
+
 class _ArrayCollector:
     """Collects, while the body is encoded, the arrays that will follow it."""
+
+    __slots__ = ("_code", "_last", "kept", "size")
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, np.ndarray]] = []
         self.size = 0
+        self._last: np.ndarray | None = None
+        """The last array, since all requests of a group have the same prompt; and its code."""
+        self._code: msgspec.msgpack.Ext | None = None
 
     def hook(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            return self._array(value)
+            if value is not self._last or self._code is None:
+                self._last, self._code = value, self._array(value)
+            return self._code
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, PurePath):
@@ -257,6 +273,18 @@ class _ArrayCollector:
         offset, self.size = self.size, _align(self.size + size)
         self.kept.append((offset, array))
         return msgspec.msgpack.Ext(_ARRAY_CODE, b"".join((head, shape, _SIZE.pack(offset))))
+
+
+_encode_context = _EncodeContext()
+
+
+def _encode_other(value: Any) -> Any:
+    arrays = _encode_context.arrays
+    assert arrays is not None  # `encode_payload` is running
+    return arrays.hook(value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
 
 
 @cache

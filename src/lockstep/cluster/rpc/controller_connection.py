@@ -16,10 +16,12 @@ import time
 from collections.abc import Sequence
 
 from lockstep.base import waits
+from lockstep.base.folders import run_shm_dir
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, HandshakeRefused, WireError
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.rpc.codec import Payload
+from lockstep.cluster.rpc.relay_messages import RELAY_FILE
 from lockstep.cluster.rpc.rpc_messages import (
     START_CALL_ID,
     AckMessage,
@@ -35,7 +37,7 @@ from lockstep.cluster.rpc.rpc_messages import (
     unpack_to_worker,
 )
 from lockstep.cluster.rpc.service_runner import ServiceRunner
-from lockstep.watch.agent.service_discovery import Leader
+from lockstep.watch.agent.service_discovery import Leader, ServiceAddress
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.procfs.processes import is_alive
 
@@ -46,6 +48,8 @@ CLOSE_LIMIT_S = 2.0
 """Time for an orphan's main thread to close the service before the process exits regardless."""
 MIN_CONNECTION_S = 1.0
 """A connection that ends sooner than this is treated as not accepted."""
+AVOID_RELAY_S = 10.0
+"""How long a worker does without its node's relay after that has not served it."""
 ORPHANED_EXIT_CODE = 75
 """Exit code of a worker whose controller is gone."""
 
@@ -62,6 +66,9 @@ class ControllerConnection:
         self._run_id, self._name, self._token, self._leader = run, name, token, leader
         self._lock = threading.RLock()
         self._connection: Connection | None = None
+        self._relay: ServiceAddress | None = None
+        """The relay through which the connection leads; None for one with the controller itself."""
+        self._avoid_relay_until = 0.0
         self._received = START_CALL_ID
         self._kept: dict[int, tuple[bytes, Payload | bytearray]] = {}
         self._lost_since = self._leader_gone_since = self._connected_at = time.monotonic()
@@ -119,6 +126,7 @@ class ControllerConnection:
         while True:
             if self._connection is None or time.monotonic() >= self._heartbeat_at:
                 self._follow_leader()
+                self._prefer_relay()
             if self._connection is None and time.monotonic() >= self._connect_at:
                 self._connect()
             self._check_lease()
@@ -199,23 +207,49 @@ class ControllerConnection:
         self._service.renew()
 
     def _connect(self) -> None:
-        leader = self._leader
+        leader, relay = self._leader, self._available_relay()
+        host, port = (leader.host, leader.port) if relay is None else (relay.host, relay.port)
         try:
             connection = auth_handshake.connect(
-                leader.host, leader.port, token=self._token, run=self._run_id, generation=leader.generation,
+                host, port, token=self._token, run=self._run_id, generation=leader.generation,
                 name=self._name, timeout_s=5.0,
             )  # fmt: skip
         except WireError as error:
+            if relay is not None:
+                self._avoid_relay_until = time.monotonic() + AVOID_RELAY_S
+                return
             if isinstance(error, HandshakeRefused) and error.proven:
                 self._refused = error.why
             self._connect_later()
             return
         with self._lock:
-            self._connection, self._connected_at = connection, time.monotonic()
+            self._connection, self._relay, self._connected_at = connection, relay, time.monotonic()
             self._send(*pack_message(ResumeMessage(self._received, os.getpid())))
             for parts in list(self._kept.values()):
                 self._send(*parts)
         self._orphan_since = None
+
+    def _available_relay(self) -> ServiceAddress | None:
+        """The call relay of this node, if it serves workers of the current controller."""
+        if time.monotonic() < self._avoid_relay_until:
+            return None
+        try:
+            relay = ServiceAddress.parse((run_shm_dir(self._run_id) / RELAY_FILE).read_bytes())
+        except (OSError, ValueError):
+            return None
+        current = relay.generation == self._leader.generation and is_alive(relay.pid, relay.start_ticks)
+        return relay if current else None
+
+    def _prefer_relay(self) -> None:
+        """Ends a connection with the controller itself if the node has a relay now; the next one leads through it. What
+        is on its way is sent again."""
+        connection = self._connection
+        if connection is None or self._relay is not None or connection.pending or self._available_relay() is None:
+            return
+        with self._lock:
+            if self._connection is connection:
+                connection.close()
+                self._connection, self._connect_at = None, 0.0
 
     def _connect_later(self) -> None:
         now = time.monotonic()
@@ -231,7 +265,10 @@ class ControllerConnection:
                 return
             connection.close()
             self._connection = None
-            if time.monotonic() - self._connected_at < MIN_CONNECTION_S:
+            early = time.monotonic() - self._connected_at < MIN_CONNECTION_S
+            if early and self._relay is not None:
+                self._avoid_relay_until = time.monotonic() + AVOID_RELAY_S
+            if early and self._relay is None:
                 self._connect_later()
             else:
                 self._lost_since = self._leader_gone_since = time.monotonic()
@@ -243,7 +280,7 @@ class ControllerConnection:
         now = time.monotonic()
         if now < self._heartbeat_at:
             return
-        self._heartbeat_at = now + HEARTBEAT_S
+        self._heartbeat_at = (now // HEARTBEAT_S + 1) * HEARTBEAT_S  # of all workers of a host at the same time
         beacon = current_beacon()
         beacon.beat()
         if self._connection is not None and self._service is not None and self._service.busy:

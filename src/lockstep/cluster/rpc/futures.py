@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from lockstep.base import waits
@@ -45,6 +44,9 @@ class CallTarget(Protocol):
         """What the worker is doing, as a verb phrase: its stage, its wait, whether it is stopped."""
 
 
+_NONE: tuple[Callable[[], None], ...] = ()
+
+
 class PendingCall(Generic[R]):
     """A call sent to a worker. The thread that reads the worker's results settles it, once."""
 
@@ -54,11 +56,15 @@ class PendingCall(Generic[R]):
     )  # fmt: skip
 
     def __init__(
-        self, worker: CallTarget, label: str, read: Callable[[memoryview], R], concurrent: bool = False
-    ) -> None:
-        """`concurrent`: whether the worker may run it at the same time as another call."""
+        self, worker: CallTarget, label: str, read: Callable[[memoryview], R], concurrent: bool = False,
+        now: float | None = None,
+    ) -> None:  # fmt: skip
+        """Args:
+        concurrent: whether the worker may run it at the same time as another call.
+        now: the monotonic time.
+        """
         self.worker, self.label, self.concurrent = worker, label, concurrent
-        self.submitted_at = time.monotonic()
+        self.submitted_at = time.monotonic() if now is None else now
         self.settled_at = 0.0
         self._read = read
         self._lock = threading.Lock()
@@ -66,7 +72,7 @@ class PendingCall(Generic[R]):
         self._value: R | None = None
         self._state = "open"
         self._error: Exception | None = None
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: Sequence[Callable[[], None]] = _NONE
 
     def __repr__(self) -> str:
         return f"PendingCall({self.label} on {self.worker.name}, {self._state})"
@@ -93,25 +99,27 @@ class PendingCall(Generic[R]):
         """Calls `callback` once the call is settled; immediately if it already is."""
         with self._lock:
             if self._state == "open":
-                self._callbacks.append(callback)
+                self._callbacks = (*self._callbacks, callback)
                 return
         callback()
 
-    def settle(self, payload: memoryview) -> None:
+    def settle(self, payload: memoryview, now: float | None = None) -> None:
         """Stores the encoded result; the thread that calls `take` decodes it."""
         self._payload = payload
-        self._finish("answered")
+        self._finish("answered", time.monotonic() if now is None else now)
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._finish("failed")
+        self._finish("failed", time.monotonic())
+        for wait in list(_waits):
+            wait.call_failed(self)
 
-    def _finish(self, state: str) -> None:
+    def _finish(self, state: str, now: float) -> None:
         with self._lock:
             if self._state != "open":
                 return
-            self.settled_at, self._state = time.monotonic(), state
-            callbacks, self._callbacks = self._callbacks, []
+            self.settled_at, self._state = now, state
+            callbacks, self._callbacks = self._callbacks, _NONE
         for callback in callbacks:
             callback()
 
@@ -187,13 +195,19 @@ def _require_pending_call(pending: PendingResult[R]) -> PendingCall[R]:
     return pending
 
 
+_waits: set["_CallWait[Any]"] = set()
+"""The waits of all threads."""
+
+
 class _CallWait(Generic[R]):
-    """One wait for many calls."""
+    """One wait for many calls. Ends with the last result, or with the first failure."""
 
     def __init__(self, calls: list[PendingCall[R]], why: str, stall_s: float | None) -> None:
         self.calls, self._why, self._stall_s = calls, why, stall_s
         self._changed = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._open = list(calls)
+        """Without calls that were found to be done, last to first."""
         self._left = self._reported = len(calls)
         self._began = self._checked_at = time.monotonic()
         self._resumed_at = 0.0
@@ -201,15 +215,18 @@ class _CallWait(Generic[R]):
 
     def wait(self) -> None:
         """Returns when all calls are done; raises the first failure."""
-        for call in self.calls:
-            call.on_done(partial(self._call_done, call))
-        if self._left and not self._changed.is_set():
-            limit = max(self._limit(call) for call in self.calls)
-            waits.event(
-                self._changed, waits_for=self._missing_workers(), why=self._why, stall_s=limit + 1.0,
-                progress=self._check_progress,
-                notice_after_s=None,
-            )  # fmt: skip
+        _waits.add(self)
+        try:
+            self._await_last()
+            if not self._changed.is_set() and not any(call.error is not None for call in self.calls):
+                limit = max(self._limit(call) for call in self.calls)
+                waits.event(
+                    self._changed, waits_for=self._missing_workers(), why=self._why, stall_s=limit + 1.0,
+                    progress=self._check_progress,
+                    notice_after_s=None,
+                )  # fmt: skip
+        finally:
+            _waits.discard(self)
         failed = [call for call in self.calls if call.error is not None]
         if failed:
             failed += self._find_deaths(failed)
@@ -240,10 +257,21 @@ class _CallWait(Generic[R]):
         names = list(dict.fromkeys(call.worker.name for call in self.calls if not call.done()))
         return summarize_list(names, 4) or "workers"
 
-    def _call_done(self, call: PendingCall[Any]) -> None:
+    def _await_last(self) -> None:
+        """Waits for the last call that is open, and then for the last one that still is: with thousands of calls this
+        thread need not hear of each. Called in the threads that settle calls."""
         with self._lock:
-            self._left -= 1
-        if call.error is not None or self._left == 0:
+            while self._open and self._open[-1].done():
+                self._open.pop()
+            last = self._open[-1] if self._open else None
+        if last is None:
+            self._changed.set()
+        else:
+            last.on_done(self._await_last)
+
+    def call_failed(self, call: PendingCall[Any]) -> None:
+        """Ends the wait if the call is one of those that it waits for. Called in any thread."""
+        if any(each is call for each in self.calls):
             self._changed.set()
 
     def _limit(self, call: PendingCall[Any]) -> float:
@@ -256,6 +284,7 @@ class _CallWait(Generic[R]):
             self._resumed_at = now
         self._checked_at = now
         progress = 0
+        self._left = sum(not call.done() for call in self.calls)
         if self._left != self._reported:
             self._reported = self._left
             narrow_wait(self._missing_workers())

@@ -1,19 +1,21 @@
 """The controller's handle of a worker: its process, its calls, and its state."""
 
+import contextlib
 import itertools
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import log_tail
-from lockstep.base.transport.frames import Connection
+from lockstep.base.transport.frames import WireError
 from lockstep.cluster.cluster_node import ClusterNode
-from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
-from lockstep.cluster.rpc.codec import Payload, signature_of
+from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.rpc.codec import MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import OVERDUE_CHECK_S, PendingCall
+from lockstep.cluster.rpc.relayed_connection import RelayedConnection, RelayLink
 from lockstep.cluster.rpc.rpc_messages import (
     START_CALL_ID,
     AckMessage,
@@ -24,9 +26,11 @@ from lockstep.cluster.rpc.rpc_messages import (
     ResultMessage,
     ResumeMessage,
     ToController,
+    WorkerConnection,
     call_id_base,
     pack_message,
     queue_message,
+    unpack_to_controller,
 )
 from lockstep.watch.agent.agent_client import AgentGone
 from lockstep.watch.beacon.beacon_records import BeaconState
@@ -37,13 +41,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@cache
+def _call_ids(generation: int) -> Iterator[int]:
+    """Ids for the calls of all workers, of which those of one message have the same."""
+    return itertools.count(call_id_base(generation) + 1)
+
+
 class RemoteWorker:
     """A worker process and its open calls. Any thread may submit calls; the RPC server's thread handles messages."""
 
     def __init__(
         self, spec: WorkerSpec, node: ClusterNode, run: str, generation: int, stall_limit_s: float,
         notice_after_s: float,
-        wake: Callable[["RemoteWorker", Connection | None], None],
+        wake: Callable[["RemoteWorker", WorkerConnection | None], None],
     ) -> None:  # fmt: skip
         """`wake` is called when the connection has data left to write, or is closed."""
         self.spec, self.name, self.node = spec, spec.name, node
@@ -55,10 +65,10 @@ class RemoteWorker:
         self.connected_once = False
         self._beacon = run_shm_dir(run) / f"{spec.name}.beacon"
         self._wake = wake
-        self._lock = threading.RLock()
-        self._connection: Connection | None = None
-        self._ids = itertools.count(call_id_base(generation) + 1)
-        self._open_calls: dict[int, tuple[PendingCall[Any], tuple[bytes, Payload | bytearray]]] = {}
+        self._lock = node.calls_lock
+        self._connection: WorkerConnection | None = None
+        self.call_ids = _call_ids(generation)
+        self._open_calls: dict[int, tuple[PendingCall[Any], MethodSignature, Payload]] = {}
         self._unacknowledged: list[int] = []
         """Ids of results that are not acknowledged yet."""
         self._death: WorkerDied | None = None
@@ -81,15 +91,28 @@ class RemoteWorker:
         payload = signature.encode_arguments(args, kwargs)
         call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result, signature.concurrent)
         with self._lock:
-            if self._death is not None:
-                call.fail(self._death)
-                return call
-            number = next(self._ids)
-            arrived, self._unacknowledged = self._unacknowledged, []
-            parts = pack_message(CallMessage(number, signature.name, signature.concurrent, arrived), payload)
-            self._open_calls[number] = call, parts
-            self._send(parts)
+            number = next(self.call_ids)
+            if self.open_call(number, call, signature, payload):
+                arrived, self._unacknowledged = self._unacknowledged, []
+                self.send_call(signature, payload, number, arrived)
         return call
+
+    def open_call(self, number: int, call: PendingCall[Any], signature: MethodSignature, payload: Payload) -> bool:
+        """Registers a call that the caller sends before it releases `node.calls_lock`. Returns False if the worker is
+        dead, so that the call has failed."""
+        if self._death is not None:
+            call.fail(self._death)
+            return False
+        self._open_calls[number] = call, signature, payload
+        return True
+
+    def is_open(self, number: int) -> bool:
+        """Whether the call with this id waits for its result."""
+        return number in self._open_calls
+
+    def send_call(self, signature: MethodSignature, payload: Payload, number: int, arrived: list[int]) -> None:
+        """Sends a call, and ids of results that have arrived. The caller holds the lock."""
+        self._send(pack_message(CallMessage(number, signature.name, signature.concurrent, arrived), payload))
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`submit(...).result(why=method name)`."""
@@ -128,7 +151,7 @@ class RemoteWorker:
         return bool(self._open_calls) or not self.started.done()
 
     @property
-    def connection(self) -> Connection | None:
+    def connection(self) -> WorkerConnection | None:
         return self._connection
 
     def request_exit(self, why: str) -> None:
@@ -165,7 +188,14 @@ class RemoteWorker:
 
     # --- called by the RPC server's thread
 
-    def handle_message(self, connection: Connection, message: ToController, payload: memoryview) -> None:
+    def handle_frame(self, connection: WorkerConnection, frame: bytearray | memoryview) -> None:
+        """Handles a frame of the worker. Raises ValueError if it is malformed, or late."""
+        message, payload = unpack_to_controller(frame)
+        if self._connection is not connection and not isinstance(message, ResumeMessage):
+            raise ValueError(f"{type(message).__name__} on a connection that is not the worker's current one")
+        self.handle_message(connection, message, payload)
+
+    def handle_message(self, connection: WorkerConnection, message: ToController, payload: memoryview) -> None:
         """Handles a message of the worker."""
         match message:
             case ResultMessage(id=number):
@@ -195,7 +225,7 @@ class RemoteWorker:
             self._observed = value
             self.record_progress()
 
-    def connection_lost(self, connection: Connection) -> None:
+    def connection_lost(self, connection: WorkerConnection) -> None:
         """Handles a broken connection; the worker will reconnect."""
         with self._lock:
             connection.close()
@@ -223,34 +253,48 @@ class RemoteWorker:
             if self._connection is not None:
                 self.connection_lost(self._connection)
         self.started.fail(self._death)
-        for call, _ in open_calls:
+        for call, *_ in open_calls:
             call.fail(self._death)
         for callback in callbacks:
             callback(self._death)
 
-    def _resume(self, connection: Connection, received: int) -> None:
+    def _resume(self, connection: WorkerConnection, received: int) -> None:
         with self._lock:
             if self._connection is not None and self._connection is not connection:
                 self.connection_lost(self._connection)
             self._connection = connection
             self.connected_once = True
-            for number, (_, parts) in self._open_calls.items():
+            for number, (_, signature, payload) in self._open_calls.items():
                 if number > received:
-                    self._send(parts)
+                    self.send_call(signature, payload, number, [])
         self.record_progress()
 
-    def _settle_call(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
-        with self._lock:
-            known = (self.started, None) if number == START_CALL_ID else self._open_calls.pop(number, None)
-            self._unacknowledged.append(number)
-        if known is None:
+    def settle_result(self, number: int, payload: memoryview, now: float) -> None:
+        """Handles the result of a call that came through a relay, which is told that it has arrived."""
+        known = self._open_calls.pop(number, None)
+        if known is None:  # that of the start, or one that has come before
+            self._settle_call(number, None, payload)
             return
-        if not known[0].concurrent:  # concurrent calls run in the I/O thread: no progress of the main thread
+        call = known[0]
+        if not call.concurrent:
+            self.progress_count += 1
+            self.last_progress_at = now
+        call.settle(payload, now)
+
+    def _settle_call(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
+        """Handles the outcome of a call."""
+        with self._lock:
+            known = self._open_calls.pop(number, None)
+            self._unacknowledged.append(number)
+        call = self.started if number == START_CALL_ID else None if known is None else known[0]
+        if call is None:
+            return
+        if not call.concurrent:  # concurrent calls run in the I/O thread: no progress of the main thread
             self.record_progress()
         if error is not None:
-            known[0].fail(error)
+            call.fail(error)
         else:
-            known[0].settle(payload)
+            call.settle(payload)
 
     def _send(self, parts: tuple[bytes, Payload | bytearray]) -> None:
         """The caller holds the lock."""
@@ -258,6 +302,68 @@ class RemoteWorker:
         queue_message(
             connection, parts, lambda broken, _: self.connection_lost(broken), lambda: self._wake(self, connection)
         )
+
+
+def submit_all(
+    workers: Sequence[Worker], method: Callable[Concatenate[Any, P], R], arguments: Iterable[tuple[Any, ...]]
+) -> list[PendingResult[R]]:
+    """Submits a call to each of these workers, with the positional arguments that belong to it. A node with a call
+    relay gets one message for all its workers, any other worker one of its own.
+
+    Raises:
+        TypeError: as `RemoteWorker.submit`. Some workers may have been called.
+    """
+    signature, now = signature_of(method), time.monotonic()
+    calls: list[Any] = []
+    groups: dict[RelayLink, list[_GroupedCall]] = {}
+    encoded: tuple[tuple[Any, ...], Payload] | None = None
+    for worker, args in zip(workers, arguments, strict=True):
+        connection = worker.connection if isinstance(worker, RemoteWorker) else None
+        if not isinstance(worker, RemoteWorker) or not isinstance(connection, RelayedConnection):
+            calls.append(worker.submit(method, *args))  # type: ignore[call-arg]
+            continue
+        if encoded is None or encoded[0] is not args:
+            encoded = args, signature.encode_arguments(args, {})
+        call: PendingCall[R] = PendingCall(
+            worker, signature.qualified, signature.decode_result, signature.concurrent, now
+        )
+        groups.setdefault(connection.link, []).append((worker, call, encoded[1]))
+        calls.append(call)
+    for link, group in groups.items():
+        with group[0][0].node.calls_lock:
+            _submit_group(link, signature, group)
+    return calls
+
+
+_GroupedCall = tuple[RemoteWorker, PendingCall[Any], Payload]
+
+
+def _submit_group(link: RelayLink, signature: MethodSignature, group: Sequence[_GroupedCall]) -> None:
+    """Sends calls of workers behind one relay. The caller holds their node's lock, so that calls of other threads come
+    before or after them on the link, as their ids say."""
+    number = next(group[0][0].call_ids)
+    channels: list[int] = []
+    payloads: list[Payload] = []
+    again: list[_GroupedCall] = []
+    for worker, call, payload in group:
+        if worker.is_open(number):  # called twice: with another id
+            again.append((worker, call, payload))
+            continue
+        connection = worker.connection
+        if not worker.open_call(number, call, signature, payload):
+            continue
+        if isinstance(connection, RelayedConnection) and connection.link is link:
+            channels.append(connection.channel)
+            payloads.append(payload)
+        else:  # it has connected anew
+            worker.send_call(signature, payload, number, [])
+    if all(payload is payloads[0] for payload in payloads):
+        payloads = payloads[:1]
+    if channels:
+        with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
+            link.send_calls(signature.name, signature.concurrent, number, channels, payloads)
+    if again:
+        _submit_group(link, signature, again)
 
 
 def worker_and_node(worker: Worker) -> str:

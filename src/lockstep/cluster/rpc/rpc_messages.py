@@ -14,12 +14,12 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from lockstep.base.json_text import parse_json, read_json
-from lockstep.base.transport.frames import Connection, WireError
+from lockstep.base.transport.frames import Buffer, WireError
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.rpc.codec import Payload
 
@@ -93,7 +93,8 @@ START_CALL_ID = 0
 """The call id of the service's construction (and renewal), whose result is sent like that of a call."""
 
 _LENGTH = struct.Struct("<I")
-_ALIGN = 64
+ALIGN = 64
+"""Payloads begin at a multiple of so many bytes."""
 
 
 class CallMessage(msgspec.Struct, tag=1, array_like=True):
@@ -169,15 +170,37 @@ def pack_message(
     message: ToWorker | ToController, payload: Payload | bytearray = b""
 ) -> tuple[bytes, Payload | bytearray]:
     """Returns the parts of a frame. The payload begins at a multiple of 64 bytes, so that its arrays are aligned."""
+    return pack_body(message), payload
+
+
+def pack_body(message: msgspec.Struct) -> bytes:
+    """The part of a frame before the payload."""
     body = _encoder.encode(message)
     end = _LENGTH.size + len(body)
-    return _LENGTH.pack(len(body)) + body + bytes(-end % _ALIGN), payload
+    return b"".join((_LENGTH.pack(len(body)), body, bytes(-end % ALIGN)))
+
+
+class WorkerConnection(Protocol):
+    """What both ends need of their connection: `frames.Connection`, or the controller's one through a relay."""
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def pending(self) -> bool: ...
+    @property
+    def bulk_bytes(self) -> int: ...
+    def queue(self, *parts: Buffer) -> None: ...
+    def flush(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=WorkerConnection)
 
 
 def queue_message(
-    connection: Connection | None,
-    parts: Sequence[bytes | bytearray | memoryview],
-    lost: Callable[[Connection, str], None],
+    connection: C | None,
+    parts: Sequence[Buffer],
+    lost: Callable[[C, str], None],
     wake: Callable[[], None],
 ) -> None:
     """Queues a frame, if there is a connection, and writes as much as possible immediately.
@@ -199,20 +222,21 @@ def queue_message(
 
 def unpack_to_worker(frame: bytearray) -> tuple[ToWorker, memoryview]:
     """Decodes a frame. Raises ValueError (including msgspec's errors) if it is malformed."""
-    body, payload = _split_frame(frame)
+    body, payload = split_frame(frame)
     return _to_worker.decode(body), payload
 
 
-def unpack_to_controller(frame: bytearray) -> tuple[ToController, memoryview]:
+def unpack_to_controller(frame: bytearray | memoryview) -> tuple[ToController, memoryview]:
     """Decodes a frame. Raises ValueError (including msgspec's errors) if it is malformed."""
-    body, payload = _split_frame(frame)
+    body, payload = split_frame(frame)
     return _to_controller.decode(body), payload
 
 
-def _split_frame(frame: bytearray) -> tuple[memoryview, memoryview]:
+def split_frame(frame: bytearray | memoryview) -> tuple[memoryview, memoryview]:
+    """The encoded message and the payload of a frame. Raises ValueError if it is truncated."""
     view = memoryview(frame)
     if len(view) < _LENGTH.size:
         raise ValueError("the frame is truncated")
     (length,) = _LENGTH.unpack_from(view)
     end = _LENGTH.size + length
-    return view[_LENGTH.size : end], view[end + -end % _ALIGN :]
+    return view[_LENGTH.size : end], view[end + -end % ALIGN :]

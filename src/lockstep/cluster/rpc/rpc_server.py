@@ -13,12 +13,15 @@ from lockstep.base import waits
 from lockstep.base.network import PortRange
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, FrameRefused, WireError
+from lockstep.cluster.rpc.relayed_connection import RelayedConnection, RelayLink
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
-from lockstep.cluster.rpc.rpc_messages import LeaveMessage, ResumeMessage, pack_message, unpack_to_controller
+from lockstep.cluster.rpc.rpc_messages import LeaveMessage, WorkerConnection, pack_message
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+LAST_RESULTS_S = 2.0
+"""How long the results of a worker that has ended may be on their way through a relay."""
 _GIVEN_UP = "the controller gave this worker up while it was unreachable"
 
 
@@ -51,6 +54,13 @@ class RpcServer:
         """Connections that the selector watches for room to write."""
         self._changed: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         """Connections that have data left to write, or are closed; so that not all connections need checking."""
+        self._relays: dict[str, Callable[[], None]] = {}
+        """By name of a call relay that may connect, what to call if it is silent."""
+        self._links: dict[Connection, RelayLink] = {}
+        """The connections of call relays."""
+        self._ends: list[tuple[float, RemoteWorker, Callable[[], None]]] = []
+        """Workers that have ended, whose last results may still come through a relay; until when, and what to do
+        then."""
         self._closed = False
         self.refused_frames = 0
         """Frames that no worker of the run sent: changed, added or repeated on the way."""
@@ -72,6 +82,14 @@ class RpcServer:
         if self._workers.get(worker.name) is worker:
             self._workers.pop(worker.name, None)  # two threads may stop a worker
 
+    def add_relay(self, name: str, silent: Callable[[], None]) -> None:
+        """Lets a call relay connect. `silent` is called in the server's thread when it has been silent for too long."""
+        self._relays[name] = silent
+
+    def remove_relay(self, name: str) -> None:
+        """Refuses the relay from now on: it has ended, or will be killed."""
+        self._relays.pop(name, None)
+
     def give_up(self, worker: RemoteWorker) -> None:
         """Declares a worker dead whose node is unreachable. Its calls fail, and if it reconnects, it is rejected. Runs
         in the server's thread."""
@@ -87,18 +105,27 @@ class RpcServer:
 
         def mark_dead() -> None:
             worker = self._workers.get(name)
-            if worker is not None and worker.pid == pid:
-                if worker.connection is not None:
-                    self._exchange(worker.connection)
-                worker.mark_dead(exit_code, log_end)
+            if worker is None or worker.pid != pid:
+                return
+            if isinstance(worker.connection, Connection):
+                self._exchange(worker.connection)
+            elif worker.connection is not None:
+                due = time.monotonic() + LAST_RESULTS_S
+                self._ends.append((due, worker, lambda: worker.mark_dead(exit_code, log_end)))
+                return
+            worker.mark_dead(exit_code, log_end)
 
         self._jobs.put(mark_dead)
         self.wake()
 
-    def connection_changed(self, worker: RemoteWorker, connection: Connection | None) -> None:
+    def connection_changed(self, worker: RemoteWorker, connection: WorkerConnection | None) -> None:
         """Makes the thread handle a connection that has data left to write, or is closed. Any thread may call."""
-        if connection is not None:
+        if isinstance(connection, Connection):
             self._changed.put(connection)
+        self.wake()
+
+    def _link_changed(self, connection: Connection) -> None:
+        self._changed.put(connection)
         self.wake()
 
     def wake(self) -> None:
@@ -122,11 +149,15 @@ class RpcServer:
                     self._serve(key.fileobj)
                 while not self._jobs.empty():
                     self._jobs.get_nowait()()
+                self._end_workers()
                 if time.monotonic() >= due:
                     due = time.monotonic() + TICK_S
                     self._tick()
+                    self._check_relays()
                     for worker in self.workers:
                         worker.acknowledge()
+                    for link in self._links.values():
+                        link.acknowledge()
         finally:
             if not self._closed:
                 log.critical("the RPC server's thread ended unexpectedly; all calls fail")
@@ -149,23 +180,23 @@ class RpcServer:
 
     def _accept(self, connection: Connection) -> None:
         self._watch_writes()  # a closed connection may have had the same descriptor
-        worker = self._workers.get(connection.peer.name)
-        if worker is None or worker.dead:
-            self._reject(connection)
+        name = connection.peer.name
+        worker = self._workers.get(name)
+        if name in self._relays:
+            self._links[connection] = RelayLink(connection, self._link_changed)
+        elif worker is None or worker.dead:
+            self._reject(name, connection)
             return
         self._connections.add(connection)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _reject(self, connection: Connection) -> None:
+    def _reject(self, name: str, connection: WorkerConnection) -> None:
         """Rejects an unknown worker. A worker that was given up while unreachable has been replaced, and must exit."""
-        name = connection.peer.name
         log.warning("unknown worker %s connected%s", name, " (it was given up)" if name in self._given_up else "")
         if name in self._given_up:
-            with contextlib.suppress(WireError):
-                connection.send(
-                    *pack_message(LeaveMessage("the controller gave this worker up while it was unreachable")),
-                    timeout_s=0.5,
-                )
+            with contextlib.suppress(WireError):  # a few bytes, which fit an empty socket buffer
+                connection.queue(*pack_message(LeaveMessage(_GIVEN_UP)))
+                connection.flush()
         connection.close()
 
     def _watch_writes(self) -> None:
@@ -193,21 +224,27 @@ class RpcServer:
         self._writing.discard(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
+        link = self._links.pop(connection, None)
+        if link is not None:
+            for relayed, behind in list(link.channels.values()):
+                behind.connection_lost(relayed)
+            return
         worker = self._workers.get(connection.peer.name)
         if worker is not None:
             worker.connection_lost(connection)
 
     def _exchange(self, connection: Connection) -> None:
         """Reads all messages that have arrived, and writes what fits."""
-        worker = self._workers.get(connection.peer.name)
+        worker, link = self._workers.get(connection.peer.name), self._links.get(connection)
         try:
             for frame in connection.frames():
-                if worker is None:
+                if link is not None:
+                    link.heartbeat.received()
+                    link.handle_frame(frame, self._accept_relayed)
+                elif worker is not None:
+                    worker.handle_frame(connection, frame)
+                else:
                     break
-                message, payload = unpack_to_controller(frame)
-                if worker.connection is not connection and not isinstance(message, ResumeMessage):
-                    raise ValueError(f"{type(message).__name__} on a connection that is not the worker's current one")
-                worker.handle_message(connection, message, payload)
             connection.flush()
             self._watch(connection)
         except (WireError, ValueError) as error:
@@ -217,3 +254,31 @@ class RpcServer:
             log.debug("%s: %s", connection.peer.name, error)
             self._drop(connection)
             connection.close()
+
+    # --- relays
+
+    def _accept_relayed(self, link: RelayLink, number: int, name: str) -> None:
+        worker = self._workers.get(name)
+        if worker is not None and not worker.dead:
+            link.open(number, worker)
+        else:
+            self._reject(name, RelayedConnection(link, number))
+
+    def _check_relays(self) -> None:
+        """Gives up relays that are silent."""
+        for connection, link in list(self._links.items()):
+            link.heartbeat.tick()
+            if link.heartbeat.too_long:
+                silent = self._relays.pop(connection.peer.name, None)
+                self._drop(connection)
+                connection.close()
+                if silent is not None:
+                    silent()
+
+    def _end_workers(self) -> None:
+        """Marks workers dead whose last results have come through a relay."""
+        for end in list(self._ends):
+            due, worker, mark_dead = end
+            if worker.connection is None or time.monotonic() >= due:
+                self._ends.remove(end)
+                mark_dead()

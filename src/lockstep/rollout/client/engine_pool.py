@@ -9,12 +9,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
+from lockstep.cluster.rpc.remote_worker import submit_all
 from lockstep.config.rollout import ReissueConfig
 from lockstep.data.samples import Completion
 from lockstep.rollout.client.engine_failover import EngineFailover, EngineRecovery, WeightSource
@@ -23,6 +25,7 @@ from lockstep.rollout.client.request_router import EngineLoad, RequestRouter
 from lockstep.rollout.client.stragglers import StragglerDetector, gather_patiently
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, Request
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -108,8 +111,7 @@ class EnginePool:
         """Returns the completions since the last call, without waiting. Raises an error that recovery did not
         handle."""
         self._raise_error()
-        while self._answers:
-            self._read_answer(*self._answers.popleft())
+        self._read_answers()
         self._raise_error()
         with self._lock:
             completions, self._completions = self._completions, []
@@ -128,8 +130,10 @@ class EnginePool:
         with self._lock:
             live = [slot for slot in self._slots if slot.worker is not None]
             self._counters_at = now + max(COUNTERS_INTERVAL_S, COUNTERS_INTERVAL_S * len(live) / 64)
-            for slot in live:
-                self._update_counters(slot, now)
+            due = [slot for slot in live if self._update_counters(slot, now)]
+            calls = submit_all([slot.worker for slot in due if slot.worker], EngineAPI.progress, [()] * len(due))
+            for slot, pending in zip(due, calls, strict=True):
+                slot.counters = pending
             router = self._router
             blocking = router.blocking_engines(step)
             if not blocking or router.load.held_back.issuperset(router.load.live - blocking):
@@ -167,15 +171,13 @@ class EnginePool:
                     else:
                         folders[slot.worker.spec.name] = folder
             self._watch_dispatched(self._dispatch())
-        self.call_all(
-            lambda worker: worker.submit(EngineAPI.load_weights, folders[worker.spec.name], version),
-            f"weights of version {version}", folders,
-        )  # fmt: skip
+        arguments = {name: (folder, version) for name, folder in folders.items()}
+        self.call_all(EngineAPI.load_weights, f"weights of version {version}", arguments)
 
     def counters(self) -> list[EngineProgress]:
         """The counters of the live engines that are not silent."""
-        names = {slot.worker.spec.name for slot in self._slots if slot.worker is not None and not slot.silent}
-        return self.call_all(lambda worker: worker.submit(EngineAPI.progress), "progress", names)
+        names = [slot.worker.spec.name for slot in self._slots if slot.worker is not None and not slot.silent]
+        return self.call_all(EngineAPI.progress, "progress", dict.fromkeys(names, ()))
 
     def progress_by_engine(self, selected: Callable[[Worker], bool]) -> dict[str, int]:
         """Progress counts of engines by name, including starting and excluded engines. Any thread may call."""
@@ -257,17 +259,25 @@ class EnginePool:
 
     def _dispatch(self) -> list[_Dispatch]:
         """Sends unassigned requests to live engines."""
-        dispatched = []
-        for rank, requests in self._router.assign().items():
-            slot = self._slots[rank]
-            assert slot.worker is not None  # the router assigns requests to live engines only
-            dispatched.append((slot, slot.worker, slot.worker.submit(EngineAPI.submit, requests)))
-            self._request_completions(slot)
-        return dispatched
+        assigned = self._router.assign()
+        slots = [self._slots[rank] for rank in assigned]
+        workers = [slot.worker for slot in slots if slot.worker is not None]  # all: the router knows who is live
+        calls = submit_all(workers, EngineAPI.submit, [(requests,) for requests in assigned.values()])
+        self._request_completions(slots)
+        return list(zip(slots, workers, calls, strict=True))
 
-    def _request_completions(self, slot: EngineSlot) -> None:
-        if slot.collecting is None and self._router.open_requests(slot.rank):
-            slot.request_completions(self._hold_s, self._on_answer)
+    def _request_completions(self, slots: Iterable[EngineSlot]) -> None:
+        """Asks engines with open requests for their completions, unless they have been asked already."""
+        asked = [
+            (slot, slot.worker)
+            for slot in slots
+            if slot.worker is not None and slot.collecting is None and self._router.open_requests(slot.rank)
+        ]
+        arguments = ((slot.acknowledged, self._hold_s) for slot, _ in asked)
+        calls = submit_all([worker for _, worker in asked], EngineAPI.collect, arguments)
+        for (slot, _), pending in zip(asked, calls, strict=True):
+            slot.collecting = pending
+            pending.on_done(partial(self._on_answer, slot, pending))
 
     def _on_answer(self, slot: EngineSlot, answer: PendingResult[CompletionBatch]) -> None:
         """Records an answered `collect` call. Called in any thread, without the lock."""
@@ -305,8 +315,8 @@ class EnginePool:
         self._incoming[slot.rank] = worker
         self.failover.readmit(slot.rank, worker)
 
-    def _update_counters(self, slot: EngineSlot, now: float) -> None:
-        """Reads an engine's counters if they have arrived, and requests new ones."""
+    def _update_counters(self, slot: EngineSlot, now: float) -> bool:
+        """Reads an engine's counters if they have arrived. Returns whether new ones are due."""
         busy = bool(self._router.open_requests(slot.rank))
         (self._stragglers.mark_busy if busy else self._stragglers.mark_idle)(slot.rank, now)
         if slot.counters is not None and slot.counters.done():
@@ -316,10 +326,20 @@ class EnginePool:
                     self._router.release(slot.rank)
             slot.counters = None
         held_back = slot.rank in self._router.load.held_back
-        if slot.counters is None and slot.worker is not None and (busy or held_back):
-            slot.counters = slot.worker.submit(EngineAPI.progress)
+        return slot.counters is None and slot.worker is not None and (busy or held_back)
 
     # --- without the lock
+
+    def _read_answers(self) -> None:
+        """Takes the completions that have arrived, and asks their engines for more."""
+        while self._answers:
+            slots = []
+            while self._answers:
+                slot, answer = self._answers.popleft()
+                self._read_answer(slot, answer)
+                slots.append(slot)
+            with self._lock:
+                self._request_completions(slots)
 
     def _read_answer(self, slot: EngineSlot, answer: PendingResult[CompletionBatch]) -> None:
         with self._lock:
@@ -335,7 +355,6 @@ class EnginePool:
             if slot.collecting is answer:
                 slot.collecting = None
                 self._take_completions(slot, batch)
-                self._request_completions(slot)
 
     def _handle_loss(self, slot: EngineSlot, worker: Worker, error: CallError) -> None:
         """Handles the loss of an engine: keeps its completions, sends its requests to others, and starts a replacement.
@@ -374,15 +393,21 @@ class EnginePool:
             pending.on_done(lambda pending=pending: on_done(pending))  # type: ignore[misc]
 
     def call_all(
-        self, call: Callable[[Worker], PendingResult[T]], why: str, names: Collection[str] | None = None
+        self,
+        method: Callable[Concatenate[Any, P], T],
+        why: str,
+        arguments: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> list[T]:
-        """Calls all live engines, or those with these names, and returns their answers. Handles lost engines."""
+        """Calls all live engines, or those with arguments by their names, and returns their answers. Handles lost
+        engines."""
         self._raise_error()
         with self._lock:
             live = [(slot, slot.worker) for slot in self._slots if slot.worker is not None]
-            calls = [
-                (slot, worker, call(worker)) for slot, worker in live if names is None or worker.spec.name in names
-            ]
+            if arguments is not None:
+                live = [(slot, worker) for slot, worker in live if worker.spec.name in arguments]
+            given = [() if arguments is None else arguments[worker.spec.name] for _, worker in live]
+            pendings = submit_all([worker for _, worker in live], method, given)
+        calls = [(slot, worker, pending) for (slot, worker), pending in zip(live, pendings, strict=True)]
         results = []
         for slot, worker, outcome in self._gather(calls, why):
             if isinstance(outcome, RemoteError | WorkerDied | Stalled):

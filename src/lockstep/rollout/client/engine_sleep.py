@@ -36,7 +36,7 @@ class EngineSleep:
         pool.failover.pause()
         self._finish_recoveries()
         before = pool.workers
-        pool.call_all(lambda worker: worker.submit(EngineAPI.sleep), "sleep")
+        pool.call_all(EngineAPI.sleep, "sleep")
         pool.failover.kill([worker for worker in before if worker not in pool.workers])
         self._asleep = True
 

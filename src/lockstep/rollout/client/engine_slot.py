@@ -1,10 +1,9 @@
 """The slot of an engine in the pool: the current worker, and the calls to it that no thread waits for."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.cluster.protocol import PendingResult, Worker
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress
 
 HOLD_PER_ENGINE_S = 1e-3
 """Times the number of engines: how long an engine may hold completions back while it has other requests that are as
@@ -33,15 +32,6 @@ class EngineSlot:
     def silent(self) -> bool:
         """Whether the engine has not answered its newest `abort` call."""
         return self.aborting is not None and not self.aborting.done()
-
-    def request_completions(
-        self, hold_s: float, answered: Callable[["EngineSlot", PendingResult[CompletionBatch]], None]
-    ) -> None:
-        """Calls `collect`. When the engine answers, `answered` is called in any thread."""
-        if self.worker is None:
-            return
-        self.collecting = pending = self.worker.submit(EngineAPI.collect, self.acknowledged, hold_s)
-        pending.on_done(lambda: answered(self, pending))
 
     def reset(self) -> None:
         """Prepares the slot for the next worker."""

@@ -1,0 +1,228 @@
+"""The part of a call relay that needs no sockets: hands calls out to the workers of a node and gathers their results.
+
+The controller sends one message for a call of all these workers, and gets one with all their results. Nothing is kept
+here beyond that moment: workers keep results until the controller has acknowledged them, and the controller keeps calls
+until they are answered. So a relay may end at any time; its workers then connect to the controller themselves.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lockstep.base.transport.frames import Buffer, WireError
+from lockstep.cluster.rpc.relay_messages import (
+    MAX_BATCH_BYTES,
+    ChannelClosed,
+    ChannelOpened,
+    RelayAlive,
+    RelayedAcks,
+    RelayedCalls,
+    RelayedFrames,
+    RelayedResults,
+    cut_batches,
+    pack_relayed,
+    split_payloads,
+    unpack_to_relay,
+)
+from lockstep.cluster.rpc.rpc_messages import (
+    AckMessage,
+    CallMessage,
+    FailureMessage,
+    HeartbeatMessage,
+    ResultMessage,
+    pack_message,
+    unpack_to_controller,
+)
+
+DELAY_S = 0.02
+"""How long a result waits for those of the other workers that got the same call, and a heartbeat for theirs."""
+
+
+class WorkerEnd(Protocol):
+    """The connection of a worker."""
+
+    bulk_bytes: int
+
+    def queue(self, *parts: Buffer) -> None: ...
+    def flush(self) -> bool: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A call of several workers."""
+
+    left: int
+    """How many of them have not answered."""
+
+
+@dataclass(slots=True)
+class _Channel:
+    """A worker's connection."""
+
+    connection: WorkerEnd
+    open: dict[int, _Batch]
+    """The batch of each call that is not answered, by its id."""
+    reported: int = 0
+    """The connection's `bulk_bytes` when they were last reported."""
+
+
+class CallRelay:
+    """Carries messages between the workers of a node and the controller. Not thread-safe.
+
+    Args:
+        send: queues a frame, given as parts, for the controller.
+    """
+
+    def __init__(self, send: Callable[[Sequence[Buffer]], None]) -> None:
+        self._send_up = send
+        self._numbers = itertools.count(1)
+        self._channels: dict[int, _Channel] = {}
+        self._results: list[tuple[int, int, memoryview]] = []
+        """Channel, id and payload of results that were not sent yet."""
+        self._frames: list[tuple[int, bytearray]] = []
+        self._bytes = 0
+        self.due = float("inf")
+        """Monotonic time at which `flush` must be called."""
+        self.blocked: set[int] = set()
+        """Channels whose connections have data left to write."""
+
+    def open(self, name: str, connection: WorkerEnd) -> int:
+        """Adds the connection of a worker and returns its channel."""
+        channel = next(self._numbers)
+        self._channels[channel] = _Channel(connection, {})
+        self._send_up(pack_relayed(ChannelOpened(channel, name)))
+        return channel
+
+    def close(self, channel: int) -> None:
+        """Closes a worker's connection and reports it, unless that was done."""
+        closed = self._channels.pop(channel, None)
+        self.blocked.discard(channel)
+        if closed is None:
+            return
+        closed.connection.close()
+        for batch in closed.open.values():
+            batch.left -= 1
+        self.flush()  # what it has sent, and what waited for it
+        self._send_up(pack_relayed(ChannelClosed(channel)))
+
+    def close_all(self) -> None:
+        """Closes all connections: the controller is not reachable."""
+        for channel in self._channels.values():
+            channel.connection.close()
+        self._channels.clear()
+        self.blocked.clear()
+
+    def from_controller(self, frame: bytearray) -> None:
+        """Handles a frame of the controller. Raises ValueError if it is malformed."""
+        message, payload = unpack_to_relay(frame)
+        match message:
+            case RelayedCalls():
+                self._hand_out(message, payload)
+            case RelayedFrames(channels=channels, sizes=sizes):
+                for channel, each in zip(channels, split_payloads(payload, sizes), strict=True):
+                    self._send_down(channel, (each,))
+            case RelayedAcks(arrived=arrived):
+                self._acknowledge(_by_channel(arrived))
+            case ChannelClosed(channel=channel):
+                self.close(channel)
+
+    def from_worker(self, channel: int, frame: bytearray) -> None:
+        """Handles a frame of a worker. Raises ValueError if it is malformed."""
+        message, payload = unpack_to_controller(frame)
+        self._bytes += len(frame)
+        match message:
+            case ResultMessage(id=number):
+                self._results.append((channel, number, payload))
+                self._deliver(0.0 if self._is_last(channel, number) else DELAY_S)
+            case FailureMessage(id=number):
+                self._is_last(channel, number)
+                self._frames.append((channel, frame))
+                self._deliver(0.0)
+            case HeartbeatMessage():
+                self._frames.append((channel, frame))
+                self._deliver(DELAY_S)
+            case _:
+                self._frames.append((channel, frame))
+                self._deliver(0.0)
+
+    def flush(self) -> None:
+        """Sends what has arrived from workers."""
+        results, self._results = self._results, []
+        frames, self._frames = self._frames, []
+        self.due, self._bytes = float("inf"), 0
+        for part in cut_batches([len(payload) for _, _, payload in results]):
+            channels, ids, payloads = map(list, zip(*results[part], strict=True))
+            self._send_up(pack_relayed(RelayedResults(channels, ids, list(map(len, payloads))), payloads))
+        for part in cut_batches([len(frame) for _, frame in frames]):
+            channels, bodies = map(list, zip(*frames[part], strict=True))
+            self._send_up(pack_relayed(RelayedFrames(channels, list(map(len, bodies))), bodies))
+
+    def report(self) -> None:
+        """Tells the controller that this relay is alive, and which transfers have made progress."""
+        moved = []
+        for number, channel in self._channels.items():
+            if channel.connection.bulk_bytes != channel.reported:
+                channel.reported = channel.connection.bulk_bytes
+                moved.append((number, channel.reported))
+        self._send_up(pack_relayed(RelayAlive(moved)))
+
+    def write(self, channel: int) -> None:
+        """Writes what is left for a worker whose connection accepts data."""
+        self._send_down(channel, None)
+
+    def _hand_out(self, calls: RelayedCalls, payload: memoryview) -> None:
+        count = len(calls.channels)
+        arguments = list(split_payloads(payload, calls.sizes))
+        if len(arguments) == 1:
+            arguments *= count
+        batch, number, arrived = _Batch(count), calls.id, _by_channel(calls.arrived)
+        for channel, each in zip(calls.channels, arguments, strict=True):
+            if channel in self._channels:
+                self._channels[channel].open[number] = batch
+                call = CallMessage(number, calls.method, calls.concurrent, arrived.pop(channel, []))
+                self._send_down(channel, pack_message(call, each))
+            else:
+                batch.left -= 1
+        self._acknowledge(arrived)
+
+    def _acknowledge(self, arrived: Mapping[int, list[int]]) -> None:
+        for channel, ids in arrived.items():
+            self._send_down(channel, pack_message(AckMessage(ids)))
+
+    def _send_down(self, channel: int, parts: Sequence[Buffer] | None) -> None:
+        to = self._channels.get(channel)
+        if to is None:  # the controller will learn, or has learnt, that it is closed
+            return
+        try:
+            if parts is not None:
+                to.connection.queue(*parts)
+            (self.blocked.discard if to.connection.flush() else self.blocked.add)(channel)
+        except WireError:
+            self.close(channel)
+
+    def _is_last(self, channel: int, number: int) -> bool:
+        """Records that a call is answered. Returns whether no other worker's result of the same call is awaited."""
+        of = self._channels.get(channel)
+        batch = None if of is None else of.open.pop(number, None)
+        if batch is None:
+            return True
+        batch.left -= 1
+        return batch.left == 0
+
+    def _deliver(self, delay_s: float) -> None:
+        if delay_s == 0.0 or self._bytes > MAX_BATCH_BYTES:
+            self.flush()
+        else:
+            self.due = min(self.due, time.monotonic() + delay_s)
+
+
+def _by_channel(arrived: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[int, list[int]]:
+    """The ids of results that have arrived, of each channel."""
+    found: dict[int, list[int]] = {}
+    for channels, ids in arrived:
+        for channel, number in zip(channels, ids, strict=True):
+            found.setdefault(channel, []).append(number)
+    return found

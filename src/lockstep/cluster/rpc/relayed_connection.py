@@ -1,0 +1,177 @@
+"""The controller's end of a call relay: one connection that carries those of all workers of a node."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.base.transport.frames import Buffer, Connection, WireError
+from lockstep.cluster.rpc.codec import Payload
+from lockstep.cluster.rpc.relay_messages import (
+    ChannelClosed,
+    ChannelOpened,
+    RelayAlive,
+    RelayedAcks,
+    RelayedCalls,
+    RelayedFrames,
+    RelayedResults,
+    cut_batches,
+    pack_relayed,
+    split_payloads,
+    unpack_from_relay,
+)
+from lockstep.cluster.rpc.rpc_messages import pack_body
+from lockstep.watch.agent.service_discovery import PeerHeartbeat
+
+if TYPE_CHECKING:
+    from lockstep.cluster.rpc.remote_worker import RemoteWorker
+
+log = logging.getLogger(__name__)
+
+RELAY_SILENT_S = 10.0
+"""A relay that is silent for so long is killed: it reports once a second, and its workers can do without it."""
+
+
+_CLOSED = None, None
+"""In place of a connection, and its worker, that is closed here; the relay will learn it."""
+
+
+class RelayLink:
+    """The connection to a call relay. Any thread may send.
+
+    Args:
+        changed: called when the connection has data left to write, or is closed.
+    """
+
+    def __init__(self, connection: Connection, changed: Callable[[Connection], None]) -> None:
+        self.connection, self._changed = connection, changed
+        self.channels: dict[int, tuple[RelayedConnection, RemoteWorker]] = {}
+        """The connections of workers, by channel."""
+        self._arrived: list[tuple[list[int], list[int]]] = []
+        """Channels and ids of results that are not acknowledged yet, as they came."""
+        self.heartbeat = PeerHeartbeat(RELAY_SILENT_S)
+
+    def open(self, channel: int, worker: "RemoteWorker") -> None:
+        """Adds the connection of a worker."""
+        self.channels[channel] = RelayedConnection(self, channel), worker
+
+    def handle_frame(self, frame: bytearray, accept: Callable[["RelayLink", int, str], None]) -> None:
+        """Handles a frame of the relay. `accept` is called with the channel and the name of a worker that has
+        connected. Raises ValueError if the frame is malformed."""
+        message, payload = unpack_from_relay(frame)
+        match message:
+            case RelayedResults(channels=channels, ids=ids, sizes=sizes):
+                self._settle_calls(channels, ids, split_payloads(payload, sizes))
+            case RelayedFrames(channels=channels, sizes=sizes):
+                for number, part in zip(channels, split_payloads(payload, sizes), strict=True):
+                    connection, worker = self.channels.get(number, _CLOSED)
+                    if worker is not None and connection is not None:
+                        _handle_part(worker, connection, part)
+            case ChannelOpened(channel=number, name=name):
+                accept(self, number, name)
+            case ChannelClosed(channel=number):
+                connection, worker = self.channels.get(number, _CLOSED)
+                if worker is not None and connection is not None:
+                    worker.connection_lost(connection)
+            case RelayAlive(moved=moved):
+                for number, count in moved:
+                    if number in self.channels:
+                        self.channels[number][0].moved = count
+
+    def _settle_calls(self, channels: list[int], ids: list[int], payloads: Iterable[memoryview]) -> None:
+        """Hands results to the calls that wait for them, and acknowledges them with the next message."""
+        now = time.monotonic()
+        for channel, number, payload in zip(channels, ids, payloads, strict=True):
+            worker = self.channels.get(channel, _CLOSED)[1]
+            if worker is not None:
+                worker.settle_result(number, payload, now)
+        self._arrived.append((channels, ids))
+
+    def send_calls(
+        self, method: str, concurrent: bool, number: int, channels: list[int], payloads: Sequence[Payload]
+    ) -> None:
+        """Sends a call to several workers.
+
+        Args:
+            number: the id of the call, for all of them.
+            payloads: the arguments of each call, or one for all.
+
+        Raises:
+            WireError: the connection is closed; nothing more is sent over it.
+        """
+        shared = len(payloads) < len(channels)
+        for part in [slice(None)] if shared else cut_batches(list(map(len, payloads))):
+            arrived, self._arrived = self._arrived, []
+            sent = payloads if shared else payloads[part]
+            message = RelayedCalls(channels[part], number, method, concurrent, list(map(len, sent)), arrived)
+            self.connection.queue(*pack_relayed(message, sent))
+        self.flush()
+
+    def acknowledge(self) -> None:
+        """Acknowledges the results that no call has acknowledged yet."""
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            with contextlib.suppress(WireError):  # then the workers send them again
+                self.connection.queue(*pack_relayed(RelayedAcks(arrived)))
+                self.flush()
+
+    def flush(self) -> None:
+        """Writes as much as possible now, and leaves the rest to the thread of the server. Raises WireError."""
+        try:
+            if not self.connection.flush():
+                self._changed(self.connection)
+        except WireError:
+            self._changed(self.connection)
+            raise
+
+
+class RelayedConnection:
+    """A worker's connection through a relay, with the methods of `Connection` that the controller uses."""
+
+    pending = False
+    """The link writes what is left."""
+
+    def __init__(self, link: RelayLink, channel: int) -> None:
+        self.link, self.channel = link, channel
+        self.closed = False
+        self.moved = 0
+        """Bytes of large frames between the relay and the worker."""
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Grows while a large frame is being transferred: to or from this worker, or before it to the relay."""
+        return self.moved + (self.link.connection.bulk_bytes if self.link.connection.pending else 0)
+
+    def queue(self, *parts: Buffer) -> None:
+        """Queues a frame. Raises FrameTooLarge, ConnectionClosed."""
+        size = sum(memoryview(part).nbytes for part in parts)
+        self.link.connection.queue(pack_body(RelayedFrames([self.channel], [size])), *parts)
+
+    def flush(self) -> bool:
+        """Writes as much as possible; the link writes the rest. Raises ConnectionClosed."""
+        self.link.flush()
+        return True
+
+    def close(self) -> None:
+        """Makes the relay close the worker's connection. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.link.channels.pop(self.channel, None)
+        if self.link.connection.closed:
+            return
+        try:
+            self.link.connection.queue(*pack_relayed(ChannelClosed(self.channel)))
+            self.link.flush()
+        except WireError:  # then the relay has closed it as well
+            return
+
+
+def _handle_part(worker: "RemoteWorker", connection: RelayedConnection, frame: memoryview) -> None:
+    """Handles a frame of a worker. A malformed one ends its connection, and not those of the other workers."""
+    try:
+        worker.handle_frame(connection, frame)
+    except ValueError as error:
+        log.debug("%s: %s", worker.name, error)
+        worker.connection_lost(connection)

@@ -1,0 +1,27 @@
+"""A cluster of one host whose workers are called through a call relay, as on a node of a large cluster."""
+
+import time
+from typing import Any
+
+from lockstep.cluster.cluster_node import ClusterNode
+from lockstep.cluster.local_cluster import LocalCluster
+from lockstep.cluster.rpc.relayed_connection import RelayedConnection, RelayLink
+
+
+class RelayedCluster(LocalCluster):
+    """This host as if it were one of many nodes."""
+
+    def _has_relay(self, node: ClusterNode) -> bool:
+        return True
+
+
+def await_relay(*workers: Any, other_than: RelayLink | None = None) -> RelayLink:
+    """Waits until the workers are connected through one relay (another one); returns its link."""
+    until = time.monotonic() + 30
+    while True:
+        links = {worker.connection.link for worker in workers if isinstance(worker.connection, RelayedConnection)}
+        direct = [worker.name for worker in workers if not isinstance(worker.connection, RelayedConnection)]
+        if not direct and len(links) == 1 and other_than not in links:
+            return links.pop()
+        assert time.monotonic() < until, f"connected to the controller itself: {direct}"
+        time.sleep(0.01)
