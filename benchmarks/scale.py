@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale                                    1,024 engines, 4,096 ranks, 8 on each node
     python -m benchmarks.scale --engines 64 --ranks 256
-    python -m benchmarks.scale --per-node 0                       each worker connected by itself
+    python -m benchmarks.scale --per-node 0                       only with each worker connected by itself
     python -m benchmarks.scale --json benchmarks/results/cpu/scale.json
 
 The real controller (buffer, engines, fleet, policy, packing, ledger, handles, messages, codec) drives workers that are
@@ -212,6 +212,11 @@ def measure(size: Size, steps: int, over_s: float) -> tuple[dict[str, float], di
     return found | {"sockets": socket_s(traffic) / (steps + 1), BARE: bare_s(traffic) / (steps + 1)}, calls, traffic
 
 
+def coordination_s(spent: dict[str, float]) -> float:
+    """CPU seconds that are spent because there are many workers."""
+    return sum(spent[name] for name in COORDINATION)
+
+
 def table(size: Size, spent: dict[str, float]) -> list[str]:
     """Lines of Markdown."""
     nodes = f", {size.per_node} on each node behind a relay" if size.per_node else ", each connected by itself"
@@ -223,7 +228,7 @@ def table(size: Size, spent: dict[str, float]) -> list[str]:
         "| --- | --- |",
     ]
     lines += [f"| {name} | {1e3 * value:.1f} |" for name, value in spent.items() if name != BARE]
-    coordination = sum(spent[name] for name in COORDINATION)
+    coordination = coordination_s(spent)
     return [
         *lines,
         f"| {BARE}: the limit of sockets, not counted | {1e3 * spent[BARE]:.1f} |",
@@ -238,20 +243,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--group", type=int, default=4, help="completions of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion")
-    parser.add_argument("--per-node", type=int, default=8, help="workers behind a call relay; 0: without relays")
+    parser.add_argument("--per-node", type=int, default=8, help="workers behind a call relay")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--over", type=float, default=2.0, metavar="SECONDS", help="in which completions come")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
     options = parser.parse_args(arguments)
-    size = Size(options.engines, options.ranks, options.group, options.tokens, options.per_node)
-    spent, calls, traffic = measure(size, options.steps, options.over)
-    print("\n".join(table(size, spent)))
-    print(f"\nin {options.steps + 1} steps: calls {calls}, messages {asdict(traffic)}")
+    found = {}
+    for per_node in dict.fromkeys((0, options.per_node)):  # within one run, since times depend on the machine's load
+        size = Size(options.engines, options.ranks, options.group, options.tokens, per_node)
+        spent, calls, traffic = measure(size, options.steps, options.over)
+        print("\n".join(table(size, spent)))
+        print(f"\nin {options.steps + 1} steps: calls {calls}, messages {asdict(traffic)}\n")
+        found["relayed" if per_node else "direct"] = {
+            "size": asdict(size), "seconds": spent, "coordination": coordination_s(spent), "calls": calls,
+            "messages": asdict(traffic),
+        }  # fmt: skip
+    if len(found) == 2:
+        direct, relayed = (found[name]["coordination"] for name in ("direct", "relayed"))
+        print(f"because of many workers, through relays: {relayed / direct:.2f} of what it is without")
     if options.json:
-        options.json.write_text(
-            json.dumps({"size": asdict(size), "seconds": spent, "calls": calls, "messages": asdict(traffic)}, indent=2)
-            + "\n"
-        )
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
