@@ -23,9 +23,13 @@ from ray_hosts import Hosts, needs_ray, until
 
 import lockstep
 from lockstep.base.wait_state import WaitTimeout
+from lockstep.cluster import agent_cluster
 from lockstep.cluster.placement.assignment import DoesNotFit
 from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
+from lockstep.cluster.rpc.futures import gather_results
+from lockstep.cluster.rpc.relayed_connection import RelayedConnection
+from lockstep.cluster.rpc.remote_worker import submit_all
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.cluster import RayClusterConfig as Config
 from lockstep.watch.agent.service_discovery import ServiceAddress
@@ -34,6 +38,7 @@ from lockstep.watch.procfs import processes
 SERVICES = Path(__file__).parent.parent / "contract"
 sys.path.insert(0, str(SERVICES))
 from cluster_services import Plain, Renewable  # noqa: E402
+from relayed_cluster import await_relay  # noqa: E402
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(400), needs_namespaces]
 SPREAD = PlacementConfig(strategy="spread")
@@ -109,6 +114,25 @@ def test_a_disconnected_host(hosts: Hosts, tmp_path: Path) -> None:
         ended_s = time.monotonic() - cut_at
         print(f"lost after {lost_s:.1f} s, replaced after {replaced_s:.1f} s, ended by itself after {ended_s:.1f} s")
         assert lost_s < 20 and replaced_s < 60
+
+
+def test_workers_of_another_host_are_called_through_its_relay(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_cluster, "DIRECT_NODES", 1)
+    with opened(hosts, tmp_path) as cluster:
+        workers = cluster.start([engine(0), engine(1)])
+        far = remote_worker(workers)
+        near = next(worker for worker in workers if worker is not far)
+        link = await_relay(far)
+        assert gather_results(submit_all(workers, Plain.add, [(1,), (2,)]), "sums") == [1, 2]
+        assert not isinstance(near.connection, RelayedConnection), "the controller's host needs none"
+        pending = far.submit(Plain.sleep, 2.0)
+        (relay,) = [relay for node, relay in cluster._relays._relays.items() if not node.is_local]
+        assert relay.agent.kill(relay.name)
+        assert pending.result("during the relay's end") == 2.0
+        await_relay(far, other_than=link)
+        assert far.call(Plain.environment, "LOCKSTEP_BEACONS") == str(hosts.shared("b"))
 
 
 def test_a_worker_on_a_host_that_was_given_up_is_ended(hosts: Hosts, tmp_path: Path) -> None:
