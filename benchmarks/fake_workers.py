@@ -24,7 +24,7 @@ from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.cluster.rpc.call_relay import CallRelay
 from lockstep.cluster.rpc.codec import signature_of
-from lockstep.cluster.rpc.relayed_connection import RelayLink
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import (
     CallMessage,
@@ -194,7 +194,7 @@ class NodeConnection(FakeConnection):
         super().__init__(workers[0].account)
         self._lock = threading.RLock()
         self._handles = {each.spec.name: each.worker for each in workers}
-        self._link = RelayLink(self, lambda connection: None)  # type: ignore[arg-type]
+        self._link = CallRelayLink(self, lambda connection: None)  # type: ignore[arg-type]
         self._relay = CallRelay(lambda parts: self.arrive(bytearray(b"".join(parts))))
         resume = bytearray(b"".join(pack_message(ResumeMessage(0, 1))))
         for each in workers:
@@ -219,7 +219,7 @@ class NodeConnection(FakeConnection):
         with self._lock:
             self._relay.from_worker(channel, frame)
 
-    def _accept(self, link: RelayLink, channel: int, name: str) -> None:
+    def _accept(self, link: CallRelayLink, channel: int, name: str) -> None:
         link.open(channel, self._handles[name])
 
 

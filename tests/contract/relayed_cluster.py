@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.local_cluster import LocalCluster
-from lockstep.cluster.rpc.relayed_connection import RelayedConnection, RelayLink
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
 
 
 class RelayedCluster(LocalCluster):
@@ -15,7 +15,7 @@ class RelayedCluster(LocalCluster):
         return True
 
 
-def await_relay(*workers: Any, other_than: RelayLink | None = None) -> RelayLink:
+def await_relay(*workers: Any, other_than: CallRelayLink | None = None) -> CallRelayLink:
     """Waits until the workers are connected through one relay (another one); returns its link."""
     until = time.monotonic() + 30
     while True:

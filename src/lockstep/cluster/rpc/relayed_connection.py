@@ -37,7 +37,7 @@ _CLOSED = None, None
 """In place of a connection, and its worker, that is closed here; the relay will learn it."""
 
 
-class RelayLink:
+class CallRelayLink:
     """The connection to a call relay. Any thread may send.
 
     Args:
@@ -56,7 +56,7 @@ class RelayLink:
         """Adds the connection of a worker."""
         self.channels[channel] = RelayedConnection(self, channel), worker
 
-    def handle_frame(self, frame: bytearray, accept: Callable[["RelayLink", int, str], None]) -> None:
+    def handle_frame(self, frame: bytearray, accept: Callable[["CallRelayLink", int, str], None]) -> None:
         """Handles a frame of the relay. `accept` is called with the channel and the name of a worker that has
         connected. Raises ValueError if the frame is malformed."""
         message, payload = unpack_from_relay(frame)
@@ -132,7 +132,7 @@ class RelayedConnection:
     pending = False
     """The link writes what is left."""
 
-    def __init__(self, link: RelayLink, channel: int) -> None:
+    def __init__(self, link: CallRelayLink, channel: int) -> None:
         self.link, self.channel = link, channel
         self.closed = False
         self.moved = 0

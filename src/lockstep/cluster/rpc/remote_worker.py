@@ -15,7 +15,7 @@ from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerSpec
 from lockstep.cluster.rpc.codec import MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import OVERDUE_CHECK_S, PendingCall
-from lockstep.cluster.rpc.relayed_connection import RelayedConnection, RelayLink
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
 from lockstep.cluster.rpc.rpc_messages import (
     START_CALL_ID,
     AckMessage,
@@ -270,7 +270,7 @@ class RemoteWorker:
         self.record_progress()
 
     def settle_result(self, number: int, payload: memoryview, now: float) -> None:
-        """Handles the result of a call that came through a relay, which is told that it has arrived."""
+        """Handles the result of a call that came through a relay; the link acknowledges it."""
         known = self._open_calls.pop(number, None)
         if known is None:  # that of the start, or one that has come before
             self._settle_call(number, None, payload)
@@ -315,7 +315,7 @@ def submit_all(
     """
     signature, now = signature_of(method), time.monotonic()
     calls: list[Any] = []
-    groups: dict[RelayLink, list[_GroupedCall]] = {}
+    groups: dict[CallRelayLink, list[_GroupedCall]] = {}
     encoded: tuple[tuple[Any, ...], Payload] | None = None
     for worker, args in zip(workers, arguments, strict=True):
         connection = worker.connection if isinstance(worker, RemoteWorker) else None
@@ -338,7 +338,7 @@ def submit_all(
 _GroupedCall = tuple[RemoteWorker, PendingCall[Any], Payload]
 
 
-def _submit_group(link: RelayLink, signature: MethodSignature, group: Sequence[_GroupedCall]) -> None:
+def _submit_group(link: CallRelayLink, signature: MethodSignature, group: Sequence[_GroupedCall]) -> None:
     """Sends calls of workers behind one relay. The caller holds their node's lock, so that calls of other threads come
     before or after them on the link, as their ids say."""
     number = next(group[0][0].call_ids)

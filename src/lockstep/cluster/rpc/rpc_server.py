@@ -13,7 +13,7 @@ from lockstep.base import waits
 from lockstep.base.network import PortRange
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, FrameRefused, WireError
-from lockstep.cluster.rpc.relayed_connection import RelayedConnection, RelayLink
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import LeaveMessage, WorkerConnection, pack_message
 
@@ -56,7 +56,7 @@ class RpcServer:
         """Connections that have data left to write, or are closed; so that not all connections need checking."""
         self._relays: dict[str, Callable[[], None]] = {}
         """By name of a call relay that may connect, what to call if it is silent."""
-        self._links: dict[Connection, RelayLink] = {}
+        self._links: dict[Connection, CallRelayLink] = {}
         """The connections of call relays."""
         self._ends: list[tuple[float, RemoteWorker, Callable[[], None]]] = []
         """Workers that have ended, whose last results may still come through a relay; until when, and what to do
@@ -183,7 +183,7 @@ class RpcServer:
         name = connection.peer.name
         worker = self._workers.get(name)
         if name in self._relays:
-            self._links[connection] = RelayLink(connection, self._link_changed)
+            self._links[connection] = CallRelayLink(connection, self._link_changed)
         elif worker is None or worker.dead:
             self._reject(name, connection)
             return
@@ -257,7 +257,7 @@ class RpcServer:
 
     # --- relays
 
-    def _accept_relayed(self, link: RelayLink, number: int, name: str) -> None:
+    def _accept_relayed(self, link: CallRelayLink, number: int, name: str) -> None:
         worker = self._workers.get(name)
         if worker is not None and not worker.dead:
             link.open(number, worker)

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.base.wait_state import Stalled
@@ -19,6 +18,7 @@ from lockstep.cluster.rpc.futures import CallError
 from lockstep.cluster.rpc.remote_worker import submit_all
 from lockstep.config.rollout import ReissueConfig
 from lockstep.data.samples import Completion
+from lockstep.rollout.client import engine_slot
 from lockstep.rollout.client.engine_failover import EngineFailover, EngineRecovery, WeightSource
 from lockstep.rollout.client.engine_slot import HOLD_PER_ENGINE_S, MAX_HOLD_S, EngineSlot
 from lockstep.rollout.client.request_router import EngineLoad, RequestRouter
@@ -130,10 +130,7 @@ class EnginePool:
         with self._lock:
             live = [slot for slot in self._slots if slot.worker is not None]
             self._counters_at = now + max(COUNTERS_INTERVAL_S, COUNTERS_INTERVAL_S * len(live) / 64)
-            due = [slot for slot in live if self._update_counters(slot, now)]
-            calls = submit_all([slot.worker for slot in due if slot.worker], EngineAPI.progress, [()] * len(due))
-            for slot, pending in zip(due, calls, strict=True):
-                slot.counters = pending
+            engine_slot.request_counters([slot for slot in live if self._update_counters(slot, now)])
             router = self._router
             blocking = router.blocking_engines(step)
             if not blocking or router.load.held_back.issuperset(router.load.live - blocking):
@@ -158,7 +155,7 @@ class EnginePool:
     def load_weights(self, source: WeightSource, version: int, having: Collection[Worker] = ()) -> None:
         """Makes every engine load a version, except for the workers `having` it already. A replacement starts with it.
         An engine whose node does not have it yet is excluded until it has arrived."""
-        folders: dict[str, str] = {}
+        by_name: dict[str, tuple[str, int]] = {}
         with self._lock:
             self._weights = source, version
             for slot in self._slots:
@@ -169,10 +166,9 @@ class EnginePool:
                     elif slot.silent:
                         self._exclude(slot, slot.worker, "until it answers")
                     else:
-                        folders[slot.worker.spec.name] = folder
+                        by_name[slot.worker.spec.name] = folder, version
             self._watch_dispatched(self._dispatch())
-        arguments = {name: (folder, version) for name, folder in folders.items()}
-        self.call_all(EngineAPI.load_weights, f"weights of version {version}", arguments)
+        self.call_all(EngineAPI.load_weights, f"weights of version {version}", by_name)
 
     def counters(self) -> list[EngineProgress]:
         """The counters of the live engines that are not silent."""
@@ -268,16 +264,8 @@ class EnginePool:
 
     def _request_completions(self, slots: Iterable[EngineSlot]) -> None:
         """Asks engines with open requests for their completions, unless they have been asked already."""
-        asked = [
-            (slot, slot.worker)
-            for slot in slots
-            if slot.worker is not None and slot.collecting is None and self._router.open_requests(slot.rank)
-        ]
-        arguments = ((slot.acknowledged, self._hold_s) for slot, _ in asked)
-        calls = submit_all([worker for _, worker in asked], EngineAPI.collect, arguments)
-        for (slot, _), pending in zip(asked, calls, strict=True):
-            slot.collecting = pending
-            pending.on_done(partial(self._on_answer, slot, pending))
+        asked = [slot for slot in slots if slot.collecting is None and self._router.open_requests(slot.rank)]
+        engine_slot.request_completions(asked, self._hold_s, self._on_answer)
 
     def _on_answer(self, slot: EngineSlot, answer: PendingResult[CompletionBatch]) -> None:
         """Records an answered `collect` call. Called in any thread, without the lock."""
@@ -335,9 +323,8 @@ class EnginePool:
         while self._answers:
             slots = []
             while self._answers:
-                slot, answer = self._answers.popleft()
-                self._read_answer(slot, answer)
-                slots.append(slot)
+                slots.append(self._answers[0][0])
+                self._read_answer(*self._answers.popleft())
             with self._lock:
                 self._request_completions(slots)
 
@@ -393,21 +380,17 @@ class EnginePool:
             pending.on_done(lambda pending=pending: on_done(pending))  # type: ignore[misc]
 
     def call_all(
-        self,
-        method: Callable[Concatenate[Any, P], T],
-        why: str,
-        arguments: Mapping[str, tuple[Any, ...]] | None = None,
+        self, method: Callable[Concatenate[Any, P], T], why: str, by_name: Mapping[str, tuple[Any, ...]] | None = None
     ) -> list[T]:
         """Calls all live engines, or those with arguments by their names, and returns their answers. Handles lost
         engines."""
         self._raise_error()
         with self._lock:
             live = [(slot, slot.worker) for slot in self._slots if slot.worker is not None]
-            if arguments is not None:
-                live = [(slot, worker) for slot, worker in live if worker.spec.name in arguments]
-            given = [() if arguments is None else arguments[worker.spec.name] for _, worker in live]
-            pendings = submit_all([worker for _, worker in live], method, given)
-        calls = [(slot, worker, pending) for (slot, worker), pending in zip(live, pendings, strict=True)]
+            called = [(slot, worker) for slot, worker in live if by_name is None or worker.spec.name in by_name]
+            arguments = [() if by_name is None else by_name[worker.spec.name] for _, worker in called]
+            pendings = submit_all([worker for _, worker in called], method, arguments)
+        calls = [(*each, pending) for each, pending in zip(called, pendings, strict=True)]
         results = []
         for slot, worker, outcome in self._gather(calls, why):
             if isinstance(outcome, RemoteError | WorkerDied | Stalled):

@@ -1,9 +1,12 @@
 """The slot of an engine in the pool: the current worker, and the calls to it that no thread waits for."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from lockstep.cluster.protocol import PendingResult, Worker
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress
+from lockstep.cluster.rpc.remote_worker import submit_all
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress
 
 HOLD_PER_ENGINE_S = 1e-3
 """Times the number of engines: how long an engine may hold completions back while it has other requests that are as
@@ -36,3 +39,23 @@ class EngineSlot:
     def reset(self) -> None:
         """Prepares the slot for the next worker."""
         self.acknowledged, self.counters, self.aborting = 0, None, None
+
+
+def request_completions(
+    slots: Iterable[EngineSlot], hold_s: float, answered: Callable[[EngineSlot, PendingResult[CompletionBatch]], None]
+) -> None:
+    """Calls `collect` of the engines in these slots. When one answers, `answered` is called in any thread."""
+    filled = [(slot, slot.worker) for slot in slots if slot.worker is not None]
+    arguments = ((slot.acknowledged, hold_s) for slot, _ in filled)
+    calls = submit_all([worker for _, worker in filled], EngineAPI.collect, arguments)
+    for (slot, _), pending in zip(filled, calls, strict=True):
+        slot.collecting = pending
+        pending.on_done(partial(answered, slot, pending))
+
+
+def request_counters(slots: Iterable[EngineSlot]) -> None:
+    """Calls `progress` of the engines in these slots."""
+    filled = [(slot, slot.worker) for slot in slots if slot.worker is not None]
+    calls = submit_all([worker for _, worker in filled], EngineAPI.progress, [()] * len(filled))
+    for (slot, _), pending in zip(filled, calls, strict=True):
+        slot.counters = pending
