@@ -201,15 +201,26 @@ class World:
         self.ledger.close()
 
 
-def measure(size: Size, steps: int, over_s: float) -> tuple[dict[str, float], dict[str, int], Traffic]:
-    """Medians over all steps but the first: CPU seconds by part; calls and messages of all steps."""
+Measured = tuple[dict[str, float], dict[str, int], Traffic]
+"""CPU seconds of a step by part; calls and messages of all steps."""
+
+
+def measure(sizes: Sequence[Size], steps: int, over_s: float) -> list[Measured]:
+    """Medians over all steps but the first. The sizes take turns, so that the machine's load is the same for all."""
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as scratch, infrequent_gc():
-        world = World(size, Path(scratch) / "run", steps + 1, over_s)
-        spent = [world.step(step) for step in range(steps + 1)][1:]
-        calls, traffic = world.calls(), world.traffic()
-        world.close()
-    found = {name: statistics.median(each[name] for each in spent) for name in spent[0]}
-    return found | {"sockets": socket_s(traffic) / (steps + 1), BARE: bare_s(traffic) / (steps + 1)}, calls, traffic
+        worlds = [World(size, Path(scratch) / f"run-{at}", steps + 1, over_s) for at, size in enumerate(sizes)]
+        spent: list[list[dict[str, float]]] = [[] for _ in worlds]
+        for step in range(steps + 1):
+            for world, of in zip(worlds, spent, strict=True):
+                found, traffic = world.step(step), world.traffic()
+                sockets = {"sockets": socket_s(traffic) / (step + 1), BARE: bare_s(traffic) / (step + 1)}
+                of.append(found | sockets)
+        measured = []
+        for world, of in zip(worlds, spent, strict=True):
+            medians = {name: statistics.median(each[name] for each in of[1:]) for name in of[0]}
+            measured.append((medians, world.calls(), world.traffic()))
+            world.close()
+    return measured
 
 
 def coordination_s(spent: dict[str, float]) -> float:
@@ -249,12 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
     options = parser.parse_args(arguments)
     found = {}
-    for per_node in dict.fromkeys((0, options.per_node)):  # within one run, since times depend on the machine's load
-        size = Size(options.engines, options.ranks, options.group, options.tokens, per_node)
-        spent, calls, traffic = measure(size, options.steps, options.over)
+    workers = options.engines, options.ranks, options.group, options.tokens
+    sizes = [Size(*workers, per_node) for per_node in dict.fromkeys((0, options.per_node))]
+    for size, (spent, calls, traffic) in zip(sizes, measure(sizes, options.steps, options.over), strict=True):
         print("\n".join(table(size, spent)))
         print(f"\nin {options.steps + 1} steps: calls {calls}, messages {asdict(traffic)}\n")
-        found["relayed" if per_node else "direct"] = {
+        found["relayed" if size.per_node else "direct"] = {
             "size": asdict(size), "seconds": spent, "coordination": coordination_s(spent), "calls": calls,
             "messages": asdict(traffic),
         }  # fmt: skip

@@ -96,10 +96,10 @@ def test_the_counters_of_engines_are_not_asked_for_while_they_are_waited_for(tmp
 
 def test_the_benchmark_runs_and_tells_every_part() -> None:
     size = Size(8, 32, 4, 8)
-    spent, calls, traffic = measure(size, 1, 0.05)
+    ((spent, calls, traffic),) = measure([size], 1, 0.05)
     assert set(COORDINATION) <= set(spent) and all(value >= 0 for value in spent.values())
     assert calls["step"] == calls["write_weights"] == 2 * 32
     assert traffic.sent < 0.3 * sum(calls.values()), "a call of all workers of a node is one message"
-    direct, same, messages = measure(Size(8, 32, 4, 8, per_node=0), 1, 0.05)
+    ((direct, same, messages),) = measure([Size(8, 32, 4, 8, per_node=0)], 1, 0.05)
     assert messages.sent >= sum(same.values()) > 4 * traffic.sent and set(direct) == set(spent)
     assert sum("|" in line for line in table(size, spent)) == len(spent) + 4
