@@ -15,6 +15,14 @@ import numpy as np
 from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_format import Content, DatasetSample, Message
 from lockstep.data.dataset_rows import BadRow
+from lockstep.data.images.content_forms import ContentForms
+from lockstep.data.images.image_content import MARKER, split_at_markers
+from lockstep.data.images.image_processor import (
+    ExpandedText,
+    ImageProcessor,
+    PlaceholderMismatch,
+    encode_with_offsets,
+)
 from lockstep.data.template_limits import MAX_TEXT_CHARS, TemplateLimitReached, render_chat, render_within_limits
 
 if TYPE_CHECKING:
@@ -39,6 +47,7 @@ class TemplateRenderer:
         tools: schemas of the functions that a model may call, for samples without tools.
         open_turn: whether a prompt includes the beginning of the model's turn. With an environment it does not, because
             the environment may write first (`TurnTokenizer.opening`).
+        images: the model's image processor; None for a model that reads no images.
 
     Raises:
         TokenizerError: conversations are rendered, but the tokenizer has no chat template.
@@ -51,8 +60,11 @@ class TemplateRenderer:
         cfg: DatasetConfig,
         tools: Sequence[dict[str, Any]] = (),
         open_turn: bool = True,
+        images: ImageProcessor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._images = images
+        self._forms = None if images is None else ContentForms(tokenizer, images.placeholder)
         self._cfg, self._tools, self._open_turn = cfg, list(tools) or None, open_turn
         self._writes_tools = False
         """Whether the chat template is known to write tools."""
@@ -83,20 +95,44 @@ class TemplateRenderer:
         return True
 
     def prompt(self, sample: DatasetSample) -> str:
-        """Renders the prompt, up to where the model begins to write."""
+        """Renders the prompt, up to where the model begins to write. An image is the model's placeholder in it."""
         if self.is_chat(sample.prompt):
-            messages = self.conversation(sample.prompt)
+            messages = self.conversation(sample)
             return self._render(messages, sample, open_turn=self._open_turn or messages[-1]["role"] == "assistant")
-        assert isinstance(sample.prompt, str)
-        return _within_limit(self._wrap(sample.prompt))
+        return _within_limit(self._plain_prompt(sample))
 
     def document(self, sample: DatasetSample) -> str:
         """Renders the whole sample, without the end-of-sequence token that `tokens_of_document` adds."""
         if self.is_chat(sample.prompt):
-            messages = [*self.conversation(sample.prompt), *_completion_messages(sample.completion)]
+            messages = [*self.conversation(sample), *_completion_messages(sample.completion)]
             return self._render(messages, sample, open_turn=False)
-        assert isinstance(sample.prompt, str) and isinstance(sample.completion, str)
-        return _within_limit((self._wrap(sample.prompt) if sample.prompt else "") + sample.completion)
+        assert isinstance(sample.completion, str)
+        return _within_limit((self._plain_prompt(sample) if sample.prompt else "") + sample.completion)
+
+    def expanded(self, text: str, sample: DatasetSample) -> ExpandedText:
+        """Expands the placeholders of the sample's images in its rendered text.
+
+        Raises:
+            BadRow: the text has more or fewer placeholders than the sample has images.
+        """
+        assert self._images is not None
+        try:
+            return self._images.expand_text(text, [image.size for image in sample.images])
+        except PlaceholderMismatch as error:
+            remedy = "Check the chat template, and that no text contains the placeholder."
+            raise BadRow(None, str(error), remedy) from error
+
+    def encode_prompt(self, text: str, sample: DatasetSample, chat: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Tokenizes the rendered prompt of a sample: the tokens, int32 `[tokens]`, and the places of each image's
+        features, int32 `[features]`."""
+        if not sample.images:
+            return self.encode(text, chat), []
+        assert self._images is not None
+        expanded = self.expanded(text, sample)
+        tokens, offsets = encode_with_offsets(self.tokenizer, expanded.text, not chat)
+        if not chat and tokens.size and tokens[-1] == self.tokenizer.eos_token_id:
+            tokens, offsets = tokens[:-1], offsets[:-1]
+        return tokens, self._images.places(tokens, offsets[:, 0], expanded.spans)
 
     def encode(self, text: str, chat: bool) -> np.ndarray:
         """Tokenizes a text: int32 `[tokens]`. Plain text gets the tokenizer's beginning-of-sequence token, but no
@@ -122,26 +158,28 @@ class TemplateRenderer:
                     counts[i] = len(tokens) - int(bool(ends))
         return [int(count) for count in counts]
 
-    def tokens_of_document(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (tokens int32, learned bool), both `[tokens]`. Completions, answers or assistant turns are learned.
+    def tokens_of_document(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Returns (tokens int32, learned bool), both `[tokens]`, and the places of each image's features. Completions,
+        answers or assistant turns are learned.
 
         Raises:
             BadRow: there is nothing to learn, or the template does not show which turns are the assistant's.
         """
         if self.is_chat(sample.prompt):
-            tokens, mask = self._conversation_tokens(sample)
+            tokens, mask, places = self._conversation_tokens(sample)
         else:
-            tokens, mask = self._text_tokens(sample)
+            tokens, mask, places = self._text_tokens(sample)
         if mask.size:
             mask[0] = False
         if not mask.any():
             raise BadRow(None, "there is nothing to learn: no completion and no assistant turn", "Leave the row out.")
-        return tokens, mask
+        return tokens, mask, places
 
     def tokens_of_completions(
         self, sample: DatasetSample, completions: Sequence[Content | None]
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Returns the tokens of the sample's prompt, and of each completion of it: int32 `[tokens]` each.
+    ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
+        """Returns the tokens of the sample's prompt, and of each completion of it: int32 `[tokens]` each; then the
+        places of each image's features in the prompt.
 
         The prompt is tokenized alone, as for generation, even if a merge would cross its end. A completion ends with
         the end-of-sequence token, and without what a chat template writes after that.
@@ -150,19 +188,20 @@ class TemplateRenderer:
             BadRow: the template writes the prompt differently when a completion follows.
         """
         prompt_text, chat = self.prompt(sample), self.is_chat(sample.prompt)
-        prompt, sides = self.encode(prompt_text, chat), []
+        prompt, places = self.encode_prompt(prompt_text, sample, chat)
+        sides = []
         for completion in completions:
             text = self.document(replace(sample, completion=completion))
             if not text.startswith(prompt_text):
                 remedy = "Set model.chat_template to one that does not rewrite earlier turns."
                 raise BadRow(None, "the chat template writes the prompt differently when a completion follows", remedy)
-            tokens = self.encode(text, chat)
+            tokens, _ = self.encode_prompt(text, sample, chat)
             if np.array_equal(tokens[: prompt.size], prompt):
                 tokens = tokens[prompt.size :]
             else:
                 tokens = self.encode(text[len(prompt_text) :], chat=True)
             sides.append(self._ended(tokens, chat))
-        return prompt, sides
+        return prompt, sides, places
 
     def _ended(self, completion: np.ndarray, chat: bool) -> np.ndarray:
         """The completion as a model generates it: up to its end-of-sequence token, which plain text gets here."""
@@ -175,9 +214,19 @@ class TemplateRenderer:
     def _wrap(self, prompt: str) -> str:
         return prompt if self._cfg.template is None else self._cfg.template.format(prompt=prompt)
 
-    def conversation(self, prompt: Content) -> list[Message]:
+    def _plain_prompt(self, sample: DatasetSample) -> str:
+        """The prompt of a sample without a chat template."""
+        assert isinstance(sample.prompt, str)
+        text = self._wrap(sample.prompt)
+        return text.replace(MARKER, self._images.placeholder) if sample.images and self._images is not None else text
+
+    def conversation(self, sample: DatasetSample) -> list[Message]:
         """Returns the prompt as messages. Adds the configured system message if the prompt has none."""
-        messages = [{"role": "user", "content": self._wrap(prompt)}] if isinstance(prompt, str) else list(prompt)
+        if isinstance(sample.prompt, str):
+            text = self._wrap(sample.prompt)
+            messages: list[Message] = [{"role": "user", "content": split_at_markers(text) if sample.images else text}]
+        else:
+            messages = list(sample.prompt)
         if self._cfg.system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._cfg.system})
         return messages
@@ -185,6 +234,8 @@ class TemplateRenderer:
     def _render(self, messages: list[Message], sample: DatasetSample, *, open_turn: bool) -> str:
         from jinja2 import TemplateError
 
+        if self._forms is not None:
+            messages = self._forms.fitting(messages)
         # If a prompt ends with an assistant's message, the model continues that message.
         continues = open_turn and messages[-1]["role"] == "assistant"
 
@@ -213,22 +264,22 @@ class TemplateRenderer:
             raise BadRow(None, "there are tools, and the chat template does not write them", remedy)
         return text
 
-    def _text_tokens(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
-        assert isinstance(sample.prompt, str) and isinstance(sample.completion, str)
+    def _text_tokens(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        assert isinstance(sample.completion, str)
         self.need_eos()
-        tokens = self.encode(self.document(sample), chat=False)
+        tokens, places = self.encode_prompt(self.document(sample), sample, chat=False)
         prompt_size = 0
         if sample.prompt:
             # The prompt is tokenized alone, as for generation, even if a merge would cross its end.
-            prompt = self.encode(self._wrap(sample.prompt), chat=False)
+            prompt, places = self.encode_prompt(self._plain_prompt(sample), sample, chat=False)
             prompt_size = prompt.size
             if not np.array_equal(tokens[:prompt_size], prompt):
                 tokens = np.concatenate([prompt, self.encode(sample.completion, chat=True)])
         tokens = np.append(tokens, np.int32(self.tokenizer.eos_token_id))
-        return tokens, np.arange(tokens.size) >= prompt_size
+        return tokens, np.arange(tokens.size) >= prompt_size, places
 
-    def _conversation_tokens(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
-        history = self.conversation(sample.prompt)
+    def _conversation_tokens(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        history = self.conversation(sample)
         messages = [*history, *_completion_messages(sample.completion)]
         first = 0 if sample.learn_history else len(history)
         learned = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
@@ -242,10 +293,10 @@ class TemplateRenderer:
             elif not sample.learn_history:
                 begin = len(self._render(history, sample, open_turn=False))
                 spans = [span for span in spans if span[0] >= begin]
-            return self._mask(text, spans)
+            return self._mask(text, spans, sample)
         for n in learned:
             spans.append(self._turn_span(messages, n, sample, text))
-        return self._mask(text, spans, trim=True)
+        return self._mask(text, spans, sample, trim=True)
 
     def _template(self, sample: DatasetSample) -> str:
         return str(self.tokenizer.get_chat_template(tools=sample.tools))
@@ -258,6 +309,8 @@ class TemplateRenderer:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        if self._forms is not None:
+            messages = self._forms.fitting(messages)
         arguments = {**self.tokenizer.special_tokens_map, **sample.template_arguments}
 
         def rendered() -> Any:
@@ -285,20 +338,29 @@ class TemplateRenderer:
             )
         return len(before), len(after)
 
-    def _mask(self, text: str, spans: Sequence[CharSpan], trim: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    def _mask(
+        self, text: str, spans: Sequence[CharSpan], sample: DatasetSample, trim: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Tokenizes the text and marks the tokens within the spans. `trim` ends a span at its last eos token, because
-        the model never generates what a template writes after it."""
+        the model never generates what a template writes after it. The tokens of images are never marked."""
         if not self.tokenizer.is_fast:
             raise TokenizerError(self.tokenizer, "token offsets", "Use its fast version for conversations.")
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens = np.asarray(encoded["input_ids"], np.int32)
-        begins, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        images: list[CharSpan] = []
+        if sample.images:
+            expanded = self.expanded(text, sample)
+            text, images = expanded.text, expanded.spans
+            spans = [(expanded.moved(start), expanded.moved(stop)) for start, stop in spans]
+        tokens, offsets = encode_with_offsets(self.tokenizer, text, special_tokens=False)
+        begins, ends = offsets.T
         mask = np.zeros(tokens.size, np.bool_)
         for start, stop in spans:
             inside = np.flatnonzero((begins < stop) & (np.maximum(ends, begins + 1) > start))
             last = inside[tokens[inside] == self.tokenizer.eos_token_id] if trim else inside[:0]
             mask[inside if not last.size else inside[inside <= last[-1]]] = True
-        return tokens, mask
+        for start, stop in images:
+            mask[(begins >= start) & (begins < stop)] = False
+        places = self._images.places(tokens, begins, images) if self._images is not None and images else []
+        return tokens, mask, places
 
 
 def _within_limit(text: str) -> str:

@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -291,6 +291,8 @@ class TableRows(DatasetRows):
     """An Arrow table or a Hugging Face dataset. Columns stay in Arrow memory; a row is converted when it is read."""
 
     def __init__(self, path: str, columns: Sequence[str], source: Any, limit: int | None = None) -> None:
+        if _has_images(getattr(source, "features", None)):
+            source = source.with_format("arrow")  # or every image would be decoded whenever its row is read
         self.path, self.columns, self._source = path, tuple(columns), source
         self._count = min(len(source), limit or len(source))
         if self._count == 0:
@@ -305,7 +307,18 @@ class TableRows(DatasetRows):
         if hasattr(self._source, "slice"):
             found: DatasetRow = self._source.slice(row, 1).to_pylist()[0]
             return found
-        return dict(self._source[row])
+        found = self._source[row]
+        return dict(found) if isinstance(found, dict) else dict(found.to_pylist()[0])
+
+
+def _has_images(feature: Any) -> bool:
+    """Whether columns of a Hugging Face dataset, or parts of them, are images."""
+    if isinstance(feature, Mapping):
+        return any(map(_has_images, feature.values()))
+    if isinstance(feature, list):
+        return any(map(_has_images, feature))
+    inner = getattr(feature, "feature", None)
+    return type(feature).__name__ == "Image" or (inner is not None and _has_images(inner))
 
 
 class ConcatenatedRows(DatasetRows):

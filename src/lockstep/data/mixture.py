@@ -134,6 +134,14 @@ class MixedSource(SampleSource[Sample]):
     def parts(self) -> tuple[DatasetSource[Sample], ...]:
         return self._sources
 
+    @property
+    def reads_images(self) -> bool:
+        return any(source.reads_images for source in self._sources)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        for source, inner in map(self._find, rows):
+            self._sources[source].prefetch([inner])
+
     def counts(self, samples: Sequence[Sample]) -> dict[str, float]:
         found = Counter(self._find(sample.row)[0] for sample in samples)
         return {f"data/{label}": float(found[source]) for source, label in enumerate(self._labels)}

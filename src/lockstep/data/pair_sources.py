@@ -19,6 +19,8 @@ from lockstep.data.samples import LabelledCompletion, Pair
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from lockstep.data.images.image_loader import ImageLoader
+
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +44,7 @@ class PairSource(DatasetSource[Pair]):
         seed: int,
         limit: LengthLimit,
         margins: bool = False,
+        images: "ImageLoader | None" = None,
     ) -> None:
         if margins and MARGIN_COLUMN not in rows.columns:
             remedy = f"{name_hint(MARGIN_COLUMN, rows.columns)} Or set loss.use_margin to false."
@@ -55,17 +58,18 @@ class PairSource(DatasetSource[Pair]):
         """Number of tokens of the longest pair: prompt and both completions."""
         self.truncated = 0
         """Number of pairs with a completion that is cut."""
-        super().__init__(rows, cfg, tokenizer, seed, limit)
+        super().__init__(rows, cfg, tokenizer, seed, limit, images=images)
         if self.truncated:
             size = count_noun(limit.tokens, "token")
             logger.warning("%s: %d of %d pairs are cut to %s", self.path, self.truncated, len(rows), size)
 
     def sample(self, row: int, epoch: int = 0) -> Pair:
-        prompt, chosen, rejected = self._tokens(row)
+        sample, prompt, (chosen, rejected), places = self._tokens(row)
         if self._truncates:
             chosen, rejected = (self._cut(prompt, side) for side in (chosen, rejected))
         self._check_length(row, prompt.size + max(chosen.size, rejected.size))
-        return Pair(make_uid(epoch, row), row, prompt, chosen, rejected, self._margin(row))
+        images = self._placed(row, sample, places)
+        return Pair(make_uid(epoch, row), row, prompt, chosen, rejected, self._margin(row), images=images)
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         lengths = []
@@ -73,7 +77,7 @@ class PairSource(DatasetSource[Pair]):
             if _has_empty_side(self._format.read(row)):
                 lengths.append(1)  # it is left out for another reason than its length
                 continue
-            prompt, chosen, rejected = self._tokens(row)
+            _, prompt, (chosen, rejected), _ = self._tokens(row)
             lengths.append(prompt.size + max(chosen.size, rejected.size))
             self._margin(row)
             if lengths[-1] > self._limit.tokens and self._truncates:
@@ -126,11 +130,11 @@ class PairSource(DatasetSource[Pair]):
             raise DataError(self.path, "no pair has two different completions", "Choose other data.")
         return np.asarray(rows[~(empty | equal)])
 
-    def _tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _tokens(self, row: int) -> tuple[DatasetSample, np.ndarray, list[np.ndarray], list[np.ndarray]]:
+        """Returns the sample, its prompt's tokens and those of both completions, and the places of its images."""
+        sample = self._read(row)
         try:
-            sample = self._format.read(row)
-            prompt, sides = self._renderer.tokens_of_completions(sample, (sample.completion, sample.rejected))
-            return prompt, sides[0], sides[1]
+            return sample, *self._renderer.tokens_of_completions(sample, (sample.completion, sample.rejected))
         except BadRow as bad:
             raise self._rows.data_error(row, bad) from bad
 
@@ -141,32 +145,50 @@ class LabelledSource(DatasetSource[LabelledCompletion]):
     kind = "completion"
 
     def __init__(
-        self, rows: DatasetRows, cfg: DatasetConfig, tokenizer: "Tokenizer", seed: int, limit: LengthLimit
+        self,
+        rows: DatasetRows,
+        cfg: DatasetConfig,
+        tokenizer: "Tokenizer",
+        seed: int,
+        limit: LengthLimit,
+        images: "ImageLoader | None" = None,
     ) -> None:
         if LABEL_COLUMN not in rows.columns:
             remedy = f"{name_hint(LABEL_COLUMN, rows.columns)} Pairs (chosen, rejected) have losses of their own."
             raise DataError(rows.path, "there is no such column", remedy, column=LABEL_COLUMN)
-        super().__init__(rows, cfg.model_copy(update={"format": "prompt_completion"}), tokenizer, seed, limit)
+        as_completions = cfg.model_copy(update={"format": "prompt_completion"})
+        super().__init__(rows, as_completions, tokenizer, seed, limit, images=images)
 
     def sample(self, row: int, epoch: int = 0) -> LabelledCompletion:
-        prompt, completion, desirable = self._read(row)
+        sample, prompt, completion, places = self._tokens(row)
         self._check_length(row, prompt.size + completion.size)
-        return LabelledCompletion(make_uid(epoch, row), row, prompt, completion, desirable)
+        images = self._placed(row, sample, places)
+        return LabelledCompletion(make_uid(epoch, row), row, prompt, completion, self._label(row, sample), images)
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
-        return [sum(tokens.size for tokens in self._read(row)[:2]) for row in rows]
+        lengths = []
+        for row in rows:
+            sample, prompt, completion, _ = self._tokens(row)
+            self._label(row, sample)
+            lengths.append(int(prompt.size + completion.size))
+        return lengths
 
-    def _read(self, row: int) -> tuple[np.ndarray, np.ndarray, bool]:
+    def _label(self, row: int, sample: DatasetSample) -> bool:
+        label = _LABELS.get(str(sample.columns.get(LABEL_COLUMN)).lower())
+        if label is None:
+            found = sample.columns.get(LABEL_COLUMN)
+            bad = BadRow(LABEL_COLUMN, f"expected true or false, found {found!r}", "Write true or false.")
+            raise self._rows.data_error(row, bad)
+        return label
+
+    def _tokens(self, row: int) -> tuple[DatasetSample, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Returns the sample, its prompt's tokens and its completion's, and the places of its images."""
+        sample = self._read(row)
         try:
-            sample = self._format.read(row)
-            label = _LABELS.get(str(sample.columns.get(LABEL_COLUMN)).lower())
-            if label is None:
-                found = sample.columns.get(LABEL_COLUMN)
-                raise BadRow(LABEL_COLUMN, f"expected true or false, found {found!r}", "Write true or false.")
-            prompt, (completion,) = self._renderer.tokens_of_completions(sample, [sample.completion])
-            return prompt, completion, label
+            prompt, (completion,), places = self._renderer.tokens_of_completions(sample, [sample.completion])
         except BadRow as bad:
             raise self._rows.data_error(row, bad) from bad
+        return sample, prompt, completion, places
 
 
 LABEL_COLUMN, MARGIN_COLUMN = "label", "margin"

@@ -1,7 +1,7 @@
 """The longest sample that fits, which setting limits it, and the rows that fit."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,19 +65,27 @@ def length_problem(what: str, tokens: int, limit: LengthLimit) -> BadRow:
 
 
 def select_fitting_rows(
-    rows: DatasetRows, lengths: Callable[[Sequence[int]], list[int]], limit: LengthLimit, overlong: str, what: str
+    rows: DatasetRows,
+    lengths: Callable[[Sequence[int]], list[int]],
+    limit: LengthLimit,
+    overlong: str,
+    what: str,
+    unusable: Collection[int] = (),
 ) -> np.ndarray:
     """Returns the numbers of the rows that fit, int64.
 
     Args:
         lengths: returns the number of tokens of each of the given rows.
+        unusable: rows that are left out for another reason.
 
     Raises:
         DataError: a row cannot be used or is empty, a row is longer and `overlong` is `error`, or all rows are longer.
     """
     kept: list[int] = []
     for begin in range(0, len(rows), MEASURED_ROWS):
-        chosen = range(begin, min(begin + MEASURED_ROWS, len(rows)))
+        chosen: Sequence[int] = range(begin, min(begin + MEASURED_ROWS, len(rows)))
+        if unusable:
+            chosen = [row for row in chosen if row not in unusable]
         for row, tokens in zip(chosen, lengths(chosen), strict=True):
             if tokens == 0 or (tokens > limit.tokens and overlong == "error"):
                 raise rows.data_error(row, length_problem(what, tokens, limit))
@@ -85,10 +93,10 @@ def select_fitting_rows(
                 kept.append(row)
         if begin and begin % (100 * MEASURED_ROWS) == 0:
             logger.info("%s: %d of %d rows measured", rows.path, begin, len(rows))
-    long, fit = len(rows) - len(kept), count_noun(limit.tokens, "token")
+    long, fit = len(rows) - len(unusable) - len(kept), count_noun(limit.tokens, "token")
     if not kept:
         why = f" ({limit.reason})" if limit.reason else ""
-        subject = "the only row is" if len(rows) == 1 else f"each of the {count_noun(long, 'row')} is"
+        subject = "the only row is" if long == 1 else f"each of the {count_noun(long, 'row')} is"
         remedy = f"{_sentence(limit.remedy)}, or choose other data." if limit.remedy else "Choose other data."
         raise DataError(rows.path, f"{subject} longer than {fit}{why}", remedy)
     if long:

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -11,12 +11,15 @@ from lockstep.config.data import DatasetConfig
 from lockstep.data.chat_templates import TemplateRenderer
 from lockstep.data.dataset_format import DatasetFormat, DatasetSample
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
-from lockstep.data.row_lengths import LengthLimit, length_problem, select_fitting_rows
+from lockstep.data.images.image_content import UnusableImage
+from lockstep.data.row_lengths import MEASURED_ROWS, LengthLimit, length_problem, select_fitting_rows
 from lockstep.data.sample_order import EpochOrder, SampleOrder, make_uid, parse_uid, permutation
-from lockstep.data.samples import Document, LabelledCompletion, Pair, Prompt
+from lockstep.data.samples import Document, LabelledCompletion, Pair, PlacedImage, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from lockstep.data.images.image_loader import ImageLoader
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +73,24 @@ class SampleSource(ABC, Generic[Sample]):
 
     def take(self, start: int, count: int) -> list[Sample]:
         """Returns `count` samples from position `start` on, the number of samples used before. Crosses epochs."""
-        return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
+        if not self.reads_images:
+            return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
+        taken = self._order.take(start, 2 * count)
+        now = [row for _, row in taken[:count]]
+        self.prefetch(now)
+        samples = [self.sample(row, epoch) for epoch, row in taken[:count]]
+        following = dict.fromkeys(row for _, row in taken[count:])
+        self.prefetch([row for row in following if row not in now])
+        return samples
+
+    @property
+    @abstractmethod
+    def reads_images(self) -> bool:
+        """Whether samples may have images, because the model reads them."""
+
+    @abstractmethod
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Begins to prepare the images of rows that will be taken soon."""
 
 
 class DatasetSource(SampleSource[Sample]):
@@ -82,9 +102,11 @@ class DatasetSource(SampleSource[Sample]):
         seed: determines the order, together with the epoch, if `cfg.shuffle`.
         limit: longest sample, in tokens.
         tools, open_turn: passed to `TemplateRenderer`.
+        images: prepares the images of samples; None for a model that reads none.
 
     Raises:
-        DataError: a row cannot be used, or is too long and `cfg.overlong` is `error`.
+        DataError: a row cannot be used, or is too long and `cfg.overlong` is `error`, or has an image that the model
+            does not read or that cannot be used, unless the config says to skip it.
         TokenizerError: the tokenizer lacks a feature that the data needs.
     """
 
@@ -100,12 +122,15 @@ class DatasetSource(SampleSource[Sample]):
         limit: LengthLimit,
         tools: Sequence[dict[str, Any]] = (),
         open_turn: bool = True,
+        images: "ImageLoader | None" = None,
     ) -> None:
-        self._rows, self._limit = rows, limit
+        self._rows, self._limit, self._images = rows, limit, images
         self._format = DatasetFormat(rows, cfg)
-        self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn)
-        self._check_rows(cfg)
-        kept = self._select_useful(select_fitting_rows(rows, self._lengths, limit, cfg.overlong, self.kind))
+        self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn, images.processor if images else None)
+        unusable = self._rows_with_unusable_images() if images is not None and images.skips else frozenset()
+        self._check_rows(cfg, unusable)
+        fitting = select_fitting_rows(rows, self._lengths, limit, cfg.overlong, self.kind, unusable)
+        kept = self._select_useful(fitting)
         self.dropped = len(rows) - kept.size
         self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
 
@@ -142,12 +167,79 @@ class DatasetSource(SampleSource[Sample]):
             raise DataError(self._rows.path, f"holding out {count} of {rows.size} rows leaves none to train on", remedy)
         drawn = permutation(rows.size, HOLD_OUT_KEY, self._order.seed)
         self._order = EpochOrder(np.sort(rows[drawn[count:]]), self._order.seed, self._order.shuffle)
-        return [self.sample(int(row)) for row in np.sort(rows[drawn[:count]])]
+        held_out = np.sort(rows[drawn[:count]]).tolist()
+        self.prefetch(held_out)
+        return [self.sample(row) for row in held_out]
+
+    @property
+    def reads_images(self) -> bool:
+        return self._images is not None
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        for row in rows if self._images is not None else ():
+            try:
+                sample = self._read(row)
+            except DataError:
+                continue  # `sample` raises it
+            if sample.images and self._images is not None:
+                self._images.prefetch(row, sample.images)
+
+    def _rows_with_unusable_images(self) -> frozenset[int]:
+        """Decodes all images, and returns the rows to leave out."""
+        assert self._images is not None
+        found: dict[int, UnusableImage] = {}
+        for begin in range(0, len(self._rows), MEASURED_ROWS):
+            chosen = range(begin, min(begin + MEASURED_ROWS, len(self._rows)))
+            problems = self._images.problems([self._format.read(row).image_values for row in chosen])
+            found |= {row: problem for row, problem in zip(chosen, problems, strict=True) if problem is not None}
+        if found:
+            first = self._rows.data_error(*next(iter(found.items())))
+            if len(found) == len(self._rows):
+                raise first
+            count = f"{len(found)} of {len(self._rows)} rows"
+            logger.warning("%s: %s have unusable images and are left out; the first: %s", self.path, count, first)
+        return frozenset(found)
+
+    def _read(self, row: int) -> DatasetSample:
+        """Reads a row and the sizes of its images. Raises DataError."""
+        sample = self._format.read(row)
+        if not sample.image_values:
+            return sample
+        if self._images is None:
+            remedy = "Choose a vision-language model, or leave the images out of the data."
+            raise self._rows.data_error(row, BadRow(None, "the row has an image, and the model reads none", remedy))
+        try:
+            sample.images = self._images.find(sample.image_values)
+        except UnusableImage as bad:
+            raise self._rows.data_error(row, bad) from bad
+        return sample
+
+    def _placed(self, row: int, sample: DatasetSample, places: Sequence[np.ndarray]) -> list[PlacedImage]:
+        """Prepares the images of a sample, whose features have these places. Raises DataError."""
+        if not sample.images:
+            return []
+        assert self._images is not None
+        try:
+            loaded = self._images.load(sample.images, row)
+        except UnusableImage as bad:
+            raise self._rows.data_error(row, bad) from bad
+        found = []
+        for number, (image, own) in enumerate(zip(loaded, places, strict=True)):
+            if own.size != image.expansion.features:
+                problem = f"image {number} has {image.expansion.features} features, but {own.size} tokens for them"
+                raise self._rows.data_error(row, BadRow(None, problem, "Check the model's tokenizer."))
+            source = f"{image.source} of row {row}" if image.source == f"image {number}" else image.source
+            found.append(PlacedImage(image.digest, own, source, image.size, image.expansion.resized))
+        return found
+
+    def _measured(self, text: str, sample: DatasetSample) -> str:
+        """The rendered text with as many tokens as the sample will have."""
+        return self._renderer.expanded(text, sample).text if sample.images else text
 
     @abstractmethod
     def _lengths(self, rows: Sequence[int]) -> list[int]: ...
 
-    def _check_rows(self, cfg: DatasetConfig) -> None:
+    def _check_rows(self, cfg: DatasetConfig, unusable: Collection[int]) -> None:
         """Checks that do not need the lengths of rows."""
 
     def _select_useful(self, rows: np.ndarray) -> np.ndarray:
@@ -179,33 +271,42 @@ class PromptSource(DatasetSource[Prompt]):
         answers: bool = False,
         tools: Sequence[dict[str, Any]] = (),
         open_turn: bool = True,
+        images: "ImageLoader | None" = None,
     ) -> None:
         self._answers = answers
-        super().__init__(rows, cfg, tokenizer, seed, limit, tools, open_turn)
+        super().__init__(rows, cfg, tokenizer, seed, limit, tools, open_turn, images)
 
     def sample(self, row: int, epoch: int = 0) -> Prompt:
         sample, text, chat = self._text(row)
-        tokens = self._renderer.encode(text, chat)
+        tokens, places = self._renderer.encode_prompt(text, sample, chat)
         self._check_length(row, tokens.size)
         messages = None if isinstance(sample.prompt, str) else sample.prompt
-        shown = self._renderer.conversation(sample.prompt) if chat else None
+        shown = self._renderer.conversation(sample) if chat else None
         shown = None if shown == messages else shown
-        return Prompt(make_uid(epoch, row), row, tokens, text, messages, sample.answer, sample.columns, shown)
+        images = self._placed(row, sample, places)
+        return Prompt(make_uid(epoch, row), row, tokens, text, messages, sample.answer, sample.columns, shown, images)
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
-        rendered = [self._text(row)[1:] for row in rows]
-        return self._renderer.count([text for text, _ in rendered], [chat for _, chat in rendered])
+        texts, chats = [], []
+        for row in rows:
+            sample, text, chat = self._text(row)
+            texts.append(self._measured(text, sample))
+            chats.append(chat)
+        return self._renderer.count(texts, chats)
 
     def _text(self, row: int) -> tuple[DatasetSample, str, bool]:
         """Returns the sample, its rendered prompt, and whether the chat template was applied."""
         sample = self._sample(row)
         try:
-            return sample, self._renderer.prompt(sample), self._renderer.is_chat(sample.prompt)
+            text = self._renderer.prompt(sample)
+            if sample.images:
+                self._renderer.expanded(text, sample)  # or it has another number of placeholders
+            return sample, text, self._renderer.is_chat(sample.prompt)
         except BadRow as bad:
             raise self._rows.data_error(row, bad) from bad
 
     def _sample(self, row: int) -> DatasetSample:
-        sample = self._format.read(row)
+        sample = self._read(row)
         if self._format.name == "text" and isinstance(sample.completion, str):
             sample.prompt = sample.completion
         if self._answers and sample.answer is None:
@@ -239,46 +340,52 @@ class DocumentSource(DatasetSource[Document]):
         seed: int,
         limit: LengthLimit,
         train_on_prompt: bool = False,
+        images: "ImageLoader | None" = None,
     ) -> None:
         self._train_on_prompt = train_on_prompt
-        super().__init__(rows, cfg, tokenizer, seed, limit)
+        super().__init__(rows, cfg, tokenizer, seed, limit, images=images)
 
     def sample(self, row: int, epoch: int = 0) -> Document:
-        tokens, learned = self._tokens(row)
+        sample, tokens, learned, places = self._tokens(row)
         self._check_length(row, tokens.size)
         if self._train_on_prompt:
             learned = np.arange(tokens.size) > 0
-        return Document(make_uid(epoch, row), row, tokens, learned)
+            for own in places:
+                learned[own] = False
+        return Document(make_uid(epoch, row), row, tokens, learned, self._placed(row, sample, places))
 
-    def _check_rows(self, cfg: DatasetConfig) -> None:
+    def _check_rows(self, cfg: DatasetConfig, unusable: Collection[int]) -> None:
         if self._format.name == "text" and cfg.chat:
             raise ValueError("data.chat is true, but documents of format text have no turns: remove data.chat")
         for row in range(min(len(self._rows), CHECKED_ROWS)):
-            self._tokens(row)
+            if row not in unusable:
+                self._tokens(row)
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         texts, chat = [], []
         for row in rows:
             sample = self._sample(row)
             try:
-                texts.append(self._renderer.document(sample))
+                texts.append(self._measured(self._renderer.document(sample), sample))
                 chat.append(self._renderer.is_chat(sample.prompt))
             except BadRow as bad:
                 raise self._rows.data_error(row, bad) from bad
         lengths = self._renderer.count(texts, chat)
         for n, row in enumerate(rows):
             if not chat[n] and abs(lengths[n] - self._limit.tokens) <= TOKEN_SLACK:
-                lengths[n] = self._tokens(row)[0].size
+                lengths[n] = self._tokens(row)[1].size
         return lengths
 
-    def _tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+    def _tokens(self, row: int) -> tuple[DatasetSample, np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Returns the sample, its tokens and which are learned, and the places of its images."""
+        sample = self._sample(row)
         try:
-            return self._renderer.tokens_of_document(self._sample(row))
+            return sample, *self._renderer.tokens_of_document(sample)
         except BadRow as bad:
             raise self._rows.data_error(row, bad) from bad
 
     def _sample(self, row: int) -> DatasetSample:
-        sample = self._format.read(row)
+        sample = self._read(row)
         turns = sample.prompt if sample.learn_history and isinstance(sample.prompt, list) else []
         if not sample.completion and not any(turn["role"] == "assistant" for turn in turns):
             remedy = "Supervised fine-tuning needs an answer, a completion or assistant turns."

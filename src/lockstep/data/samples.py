@@ -26,7 +26,8 @@ class PlacedImage:
     """int32 `[features]`: indices of the tokens whose embeddings are the image's features, ascending. Only they say
     where an image is: a model may generate the placeholder token as text."""
     source: str = ""
-    """Path of the file, or what the data has instead, such as `image 0 of row 7`."""
+    """Path of the file. An image in the data itself is written to one beside the prepared image; without a store it is
+    named, such as `image 0 of row 7`."""
     size: tuple[int, int] = (0, 0)
     """Width and height in the file, in pixels."""
     resized: tuple[int, int] = (0, 0)

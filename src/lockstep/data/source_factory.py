@@ -14,6 +14,9 @@ from lockstep.data.sample_sources import DatasetSource, DocumentSource, PromptSo
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from lockstep.data.images.image_processor import ImageProcessor
+    from lockstep.data.images.image_store import ImageStore
+
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
@@ -27,6 +30,10 @@ class SourceOptions:
     """For documents: train on the tokens of prompts as well."""
     margins: bool = False
     """For pairs: read the column `margin`."""
+    images: "ImageProcessor | None" = None
+    """The model's image processor; None if the model reads no images."""
+    image_store: "ImageStore | None" = None
+    """Where prepared images are kept; None to compute their digests only."""
 
 
 def open_source(
@@ -41,13 +48,18 @@ def open_source(
     """Opens a dataset as the kind of samples that a recipe trains on; see `DatasetSource`."""
     if cfg.overlong == "truncate" and kind != "pairs":
         raise DataError(rows.path, f"overlong: truncate cuts pairs, and these are {kind}", "Set it to drop or error.")
+    images = None
+    if options.images is not None:
+        from lockstep.data.images.image_loader import ImageLoader
+
+        images = ImageLoader(options.images, options.image_store, cfg.images, rows.path)
     match kind:
         case "prompts":
             shown = options.answers, options.tools, options.open_turn
-            return PromptSource(rows, cfg, tokenizer, seed, limit, *shown)
+            return PromptSource(rows, cfg, tokenizer, seed, limit, *shown, images)
         case "documents":
-            return DocumentSource(rows, cfg, tokenizer, seed, limit, options.learns_prompts)
+            return DocumentSource(rows, cfg, tokenizer, seed, limit, options.learns_prompts, images)
         case "pairs":
-            return PairSource(rows, cfg, tokenizer, seed, limit, options.margins)
+            return PairSource(rows, cfg, tokenizer, seed, limit, options.margins, images)
         case "labelled":
-            return LabelledSource(rows, cfg, tokenizer, seed, limit)
+            return LabelledSource(rows, cfg, tokenizer, seed, limit, images)

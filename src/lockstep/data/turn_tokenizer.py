@@ -10,6 +10,7 @@ import numpy as np
 
 from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_format import Message
+from lockstep.data.images.content_forms import ContentForms
 from lockstep.data.samples import Prompt
 from lockstep.data.template_limits import TemplateLimitReached, render_chat
 
@@ -37,6 +38,7 @@ class TurnTokenizer:
 
     def __init__(self, tokenizer: "Tokenizer", cfg: DatasetConfig, tools: Sequence[dict[str, Any]] = ()) -> None:
         self.tokenizer, self._cfg, self._tools = tokenizer, cfg, list(tools) or None
+        self._forms = ContentForms(tokenizer)
         self._bare_opening = lru_cache(maxsize=16)(self._opening)
 
     def is_chat(self, prompt: Prompt) -> bool:
@@ -99,7 +101,7 @@ class TurnTokenizer:
         try:
             return render_chat(
                 self.tokenizer,
-                list(messages),
+                self._forms.fitting(messages),
                 tools=self._tools,
                 add_generation_prompt=open_turn,
                 **json.loads(arguments),

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.config.vision import ImageDataConfig
-from lockstep.data.images.image_source import ImageFinder, RowImage, row_values
+from lockstep.data.images.image_content import row_values
+from lockstep.data.images.image_source import ImageFinder, RowImage
 from lockstep.data.images.image_store import ImageStore, ImageUnavailable
 from lockstep.data.samples import Prompt
 from lockstep.rewards.reward_signatures import RewardFunction

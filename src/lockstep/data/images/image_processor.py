@@ -48,6 +48,10 @@ class ImageRefused(PicklableError, ValueError):
     """The processor refuses an image, such as one that is 200 times as wide as high."""
 
 
+class PlaceholderMismatch(PicklableError, ValueError):
+    """A text has more or fewer placeholders than there are images."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageExpansion:
     """What stands for an image in a prompt."""
@@ -170,11 +174,12 @@ class ImageProcessor:
             sizes: width and height of each image, in the order of the placeholders.
 
         Raises:
-            ImageRefused: the processor refuses an image of this size, or the text has another number of placeholders.
+            ImageRefused: the processor refuses an image of this size.
+            PlaceholderMismatch: the text has another number of placeholders.
         """
         found = text.count(self.placeholder)
         if found != len(sizes):
-            raise ImageRefused(
+            raise PlaceholderMismatch(
                 f"the rendered text has the placeholder {self.placeholder!r} {found} times, and there are "
                 f"{len(sizes)} images"
             )
@@ -198,11 +203,11 @@ class ImageProcessor:
             The tokens, int32 `[tokens]`, and the images with the places of their features.
 
         Raises:
-            ImageRefused: as `expand_text`.
+            ImageRefused, PlaceholderMismatch: as `expand_text`.
         """
         expanded = self.expand_text(text, [image.size for image in images])
-        tokens, begins = encode_with_offsets(self.tokenizer, expanded.text, special_tokens)
-        places = self.places(tokens, begins, expanded.spans)
+        tokens, offsets = encode_with_offsets(self.tokenizer, expanded.text, special_tokens)
+        places = self.places(tokens, offsets[:, 0], expanded.spans)
         placed = [
             PlacedImage(image.digest, where, size=image.size, resized=image.resized)
             for image, where in zip(images, places, strict=True)
@@ -271,10 +276,10 @@ class _LockedTokenizer:
 
 
 def encode_with_offsets(tokenizer: "Tokenizer", text: str, special_tokens: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Tokenizes a text: the tokens, int32, and the character with which each begins, int64; both `[tokens]`."""
+    """Tokenizes a text: the tokens, int32 `[tokens]`, and the characters where each begins and ends, int64
+    `[tokens, 2]`."""
     encoded = tokenizer(text, add_special_tokens=special_tokens, return_offsets_mapping=True, verbose=False)
-    offsets = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-    return np.asarray(encoded["input_ids"], np.int32), offsets[:, 0]
+    return np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
 
 
 def load_image_processor(

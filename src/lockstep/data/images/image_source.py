@@ -9,7 +9,7 @@ import binascii
 import io
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.Image import DecompressionBombError, Transpose
 
 from lockstep.config.vision import ImageDataConfig
-from lockstep.data.dataset_rows import BadRow
+from lockstep.data.images.image_content import UnusableImage
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Formats that are opened. Others, such as EPS, start programs, or are rare and little tested."""
@@ -34,16 +34,7 @@ _UPRIGHT = {
     7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }
-_REMEDY = "Replace the image, leave the row out, or set data.images.on_error to skip."
 _KINDS = 'a path, a data: URL, bytes, {"bytes": ..., "path": ...} or an image of Pillow'
-
-
-class UnusableImage(BadRow):
-    """An image of a row is missing, damaged, too large, or nothing that a model can read."""
-
-    def __init__(self, source: str, problem: str, remedy: str = _REMEDY) -> None:
-        super().__init__(None, f"image {source!r} {problem}", remedy)
-        self.source = source
 
 
 class RowImage:
@@ -71,8 +62,21 @@ class RowImage:
                 self._size = _upright_size(image)
         return self._size
 
+    @property
+    def is_file(self) -> bool:
+        """Whether the image is a file, and not in the data."""
+        return isinstance(self._data, Path)
+
+    def as_file(self) -> bytes:
+        """An image in the data as the content of a file."""
+        if isinstance(self._data, Image.Image):
+            file = io.BytesIO()
+            self.pixels().save(file, "PNG")
+            return file.getvalue()
+        return self.content()
+
     def content(self) -> bytes:
-        """The bytes that the image is told apart by: those of its file, or its pixels.
+        """The bytes that identify the image: those of its file, or its pixels.
 
         Raises:
             UnusableImage: the file cannot be read, or is too large.
@@ -229,15 +233,6 @@ class ImageFinder:
                 remedy = f"Only files in data.images.folder ({folders}) are read."
                 raise UnusableImage(text, "is outside of the folders of images", remedy)
         return next((path for path in candidates if path.is_file()), candidates[0])
-
-
-def row_values(value: Any) -> list[Any]:
-    """The images in a column: one, or a list, in which Arrow may have written nothing."""
-    if value is None or value == "":
-        return []
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview):
-        return [each for each in value if each is not None]
-    return [value]
 
 
 def _from_data_url(url: str, name: str) -> bytes:

@@ -6,6 +6,7 @@ pixels. Samples, the ledger and messages carry only digests.
 
 import json
 import os
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,14 +68,14 @@ class ImageStore:
         return self.path(digest).is_file()
 
     def put(self, image: PreparedImage) -> None:
-        """Writes an image, unless it is there. Other processes see the whole file or none."""
+        """Writes an image, unless it is there. Other processes and threads see the whole file or none."""
         path = self.path(image.digest)
         if path.is_file():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         about = {"features": image.features, "size": image.size, "resized": image.resized}
         arrays = {name: np.ascontiguousarray(values) for name, values in image.inputs.items()}
-        unfinished = path.with_suffix(f".{os.getpid()}.part")
+        unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         unfinished.write_bytes(save(arrays, {"image": json.dumps(about)}))
         unfinished.replace(path)
 

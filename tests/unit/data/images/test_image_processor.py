@@ -1,69 +1,36 @@
 """Preparing images and expanding their placeholders gives what transformers' own processors give, for each family."""
 
-import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import transformers
-from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
+from vision_folders import SMALL, load, picture, transformers_processor, vision_folder
 
 from lockstep.config.model import ModelConfig
 from lockstep.data.images.image_processor import (
-    ImageProcessor,
     ImageProcessorError,
     ImageRefused,
+    PlaceholderMismatch,
     load_image_processor,
 )
 from lockstep.models.tiny_model import make_tiny
 from lockstep.models.vision.tiny_families import VISION_FAMILIES
 from lockstep.models.vision.tiny_vision import make_tiny_vision
 
-SMALL = {
-    "hidden": 32, "heads": 2, "kv_heads": 1, "ffn": 24, "layers": 1, "alphabet": "ab?", "tiles": 2,
-    "vision_hidden": 16, "vision_heads": 2, "vision_ffn": 16, "vision_layers": 1, "max_length": 4096,
-}  # fmt: skip
 SIZES = [(30, 50), (100, 41), (400, 300), (8, 8), (33, 32), (64, 64), (17, 170), (300, 20), (1, 1), (65, 63)]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("vision")
-    return {family: make_tiny_vision(home / family, family=family, **SMALL) for family in VISION_FAMILIES}
+    return {family: vision_folder(home, family) for family in VISION_FAMILIES}
 
 
 @pytest.fixture(params=VISION_FAMILIES)
 def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
     return folders[request.param]
-
-
-def load(folder: Path, **vision: Any) -> ImageProcessor:
-    cfg = ModelConfig.model_validate({"path": str(folder), "vision": vision})
-    processor = load_image_processor(cfg, AutoTokenizer.from_pretrained(folder))
-    assert processor is not None
-    return processor
-
-
-def transformers_processor(folder: Path) -> Any:
-    """transformers' processor of the folder, without the part for videos, which needs torchvision."""
-    settings = json.loads((folder / "processor_config.json").read_text())
-    kind = getattr(transformers, settings.pop("processor_class"))
-    parts = [part for part in kind.get_attributes() if part != "video_processor"]
-    own = type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: parts)})
-    unused = {part: None for part in kind.get_attributes() if part == "video_processor"}
-    image_processor, tokenizer = (
-        AutoImageProcessor.from_pretrained(folder, backend="pil"),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    return own(image_processor=image_processor, tokenizer=tokenizer, **unused, **settings)
-
-
-def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
-    values = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
-    return Image.fromarray(values)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -133,7 +100,7 @@ def test_another_number_of_placeholders_is_refused(folder: Path) -> None:
     processor = load(folder)
     prepared = processor.prepare(picture((8, 8)), "00000000")
     for count in (0, 2):
-        with pytest.raises(ImageRefused, match=rf"{count} times, and there are 1 images"):
+        with pytest.raises(PlaceholderMismatch, match=rf"{count} times, and there are 1 images"):
             processor.expand("a" + processor.placeholder * count, [prepared])
     tokens, placed = processor.expand("ab", [])
     assert tokens.size == 2 and placed == []

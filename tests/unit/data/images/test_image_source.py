@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from lockstep.config.vision import ImageDataConfig
-from lockstep.data.images.image_source import ImageFinder, RowImage, UnusableImage, row_values
+from lockstep.data.images.image_content import UnusableImage, row_values
+from lockstep.data.images.image_source import ImageFinder, RowImage
 
 RED = (200, 30, 10)
 

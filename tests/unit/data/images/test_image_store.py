@@ -1,6 +1,7 @@
 """Prepared images are stored exactly, once, and a missing or damaged one is named."""
 
 import pickle
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +65,22 @@ def test_a_damaged_image_is_named(tmp_path: Path, damage: bytes | None) -> None:
 def test_only_digests_become_names_of_files(tmp_path: Path, digest: str) -> None:
     with pytest.raises(ValueError, match="is not a digest"):
         ImageStore(tmp_path).path(digest)
+
+
+def test_threads_may_put_the_same_image(tmp_path: Path) -> None:
+    store, errors = ImageStore(tmp_path), []
+    image = PreparedImage("ab" * 8, {"pixel_values": np.zeros((400, 400), np.float32)}, 1, (1, 1), (1, 1))
+
+    def put() -> None:
+        try:
+            store.put(image)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=put) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert errors == [] and store.get("ab" * 8).features == 1
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".safetensors"]

@@ -1,0 +1,152 @@
+"""Prepares the images of samples, in threads and ahead of time, and puts them into the run's store."""
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.base import waits
+from lockstep.config.vision import ImageDataConfig
+from lockstep.data.images.image_content import UnusableImage
+from lockstep.data.images.image_processor import ImageExpansion, ImageProcessor, ImageRefused
+from lockstep.data.images.image_source import ImageFinder, RowImage
+from lockstep.data.images.image_store import ImageStore
+
+_STALL_S = 120.0
+"""Reading and preparing one image takes a fraction of a second; a file on a network may take longer."""
+MOST_AHEAD = 4096
+"""Images that are prepared ahead of time, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedImage:
+    """An image that is in the store."""
+
+    digest: str
+    expansion: ImageExpansion
+    source: str
+    size: tuple[int, int]
+
+
+class ImageLoader:
+    """Finds, checks and prepares the images of one dataset.
+
+    Args:
+        processor: the model's.
+        store: where prepared images are kept; None to compute digests only, as a dry run does.
+        data_path: the dataset's file or folder.
+    """
+
+    def __init__(
+        self, processor: ImageProcessor, store: ImageStore | None, cfg: ImageDataConfig, data_path: str
+    ) -> None:
+        self.processor, self._store = processor, store
+        self.skips = cfg.on_error == "skip"
+        """Whether rows with unusable images are left out."""
+        self._finder = ImageFinder(cfg, data_path)
+        self._workers = cfg.workers
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: dict[object, Future[list[LoadedImage]]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, values: Sequence[Any]) -> list[RowImage]:
+        """Returns the images of a row, and reads their sizes. Raises UnusableImage."""
+        found = [self._finder.find(value, number) for number, value in enumerate(values)]
+        for image in found:
+            with_size = image.size
+            try:
+                self.processor.expansion(with_size, len(found))
+            except ImageRefused as error:
+                raise UnusableImage(image.source, f"of {with_size[0]} x {with_size[1]} pixels: {error}") from error
+        return found
+
+    def problems(self, rows: Sequence[Sequence[Any]]) -> list[UnusableImage | None]:
+        """Finds and decodes the images of rows, in threads: what is wrong with the first bad one of each row."""
+        started = [self._threads.submit(self._problem, values) for values in rows]
+
+        def finished() -> int:
+            return sum(each.done() for each in started)
+
+        return [
+            waits.future(
+                each, waits_for="the threads that read images", why="checking images", stall_s=_STALL_S,
+                progress=finished,
+            )
+            for each in started
+        ]  # fmt: skip
+
+    def _problem(self, values: Sequence[Any]) -> UnusableImage | None:
+        try:
+            for image in self.find(values):
+                image.check()
+        except UnusableImage as problem:
+            return problem
+        return None
+
+    @property
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="images")
+            return self._pool
+
+    def load(self, images: Sequence[RowImage], key: object = None) -> list[LoadedImage]:
+        """Returns the images of a row after putting them into the store.
+
+        Args:
+            key: of `prefetch`, if it was called for the row.
+
+        Raises:
+            UnusableImage: an image cannot be decoded.
+        """
+        with self._lock:
+            ahead = self._ahead.pop(key, None) if key is not None else None
+        if ahead is None:
+            return self._load(images)
+        loaded = waits.future(
+            ahead, waits_for="the threads that prepare images", why="preparing a sample's images", stall_s=_STALL_S,
+            progress=self._finished,
+        )  # fmt: skip
+        # The store may have been emptied since.
+        is_whole = self._store is None or all(image.digest in self._store for image in loaded)
+        return loaded if is_whole else self._load(images)
+
+    def prefetch(self, key: object, images: Sequence[RowImage]) -> None:
+        """Begins to prepare the images of a row that `load` will be called for, unless there are too many already."""
+        threads = self._threads
+        with self._lock:
+            if key not in self._ahead and len(self._ahead) < MOST_AHEAD:
+                self._ahead[key] = threads.submit(self._load, images)
+
+    def _finished(self) -> int:
+        with self._lock:
+            return sum(each.done() for each in self._ahead.values())
+
+    def _load(self, images: Sequence[RowImage]) -> list[LoadedImage]:
+        found = []
+        for image in images:
+            content = image.content()
+            digest = self.processor.digest(content, len(images))
+            if self._store is not None and digest not in self._store:
+                try:
+                    self._store.put(self.processor.prepare(image.pixels(content), digest, len(images)))
+                except ImageRefused as error:
+                    raise UnusableImage(image.source, f"is refused: {error}") from error
+            expansion = self.processor.expansion(image.size, len(images))
+            found.append(LoadedImage(digest, expansion, self._kept(image, digest), image.size))
+        return found
+
+    def _kept(self, image: RowImage, digest: str) -> str:
+        """The path of an image's file. An image in the data is written beside the prepared one: reward functions and
+        the report read it."""
+        if image.is_file or self._store is None:
+            return image.source
+        path = self._store.path(digest).with_suffix(".original")
+        if not path.is_file():
+            unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(image.as_file())
+            unfinished.replace(path)
+        return str(path)
