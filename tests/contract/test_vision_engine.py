@@ -257,7 +257,7 @@ def test_the_service_reads_the_folder_of_images(scene):
 
 def test_an_image_that_is_lost_after_its_request_fails_the_next_collect(scene, tmp_path):
     prompt, store = scene.prompt("ab*cd?", picture(30, 30, 1)), ImageStore(tmp_path / "images")
-    store.put(scene.store.get(prompt.images[0].digest))
+    store.write(scene.store.read(prompt.images[0].digest))
     service = EngineService({"path": str(scene.folder)}, {"max_rows": 4}, threads=1, images=str(store.folder))
     service.submit(RequestBatch.of(prompt.requests("0", 2)))
     store.path(prompt.images[0].digest).unlink()

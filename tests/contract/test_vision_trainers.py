@@ -142,7 +142,7 @@ def logprobs(folder: Path, model: object, document: Document) -> Tensor:
     inputs = {}
     if document.images:
         store = ImageStore(vr.images_of(folder))
-        row = row_images([store.get(image.digest) for image in document.images], document.images, "cpu")
+        row = row_images([store.read(image.digest) for image in document.images], document.images, "cpu")
         types[0, row.places] = 1
         inputs = row.inputs
     if "pixel_attention_mask" in inputs or "idefics" in type(model).__name__.lower():

@@ -84,7 +84,7 @@ class VisionScene:
         for each in pictures:
             digest = self.processor.digest(each.tobytes() + bytes(each.size), len(pictures))
             prepared.append(self.processor.prepare(each, digest, len(pictures)))
-            self.store.put(prepared[-1])
+            self.store.write(prepared[-1])
         tokens, placed = self.processor.expand(text, prepared)
         return PicturePrompt(text, list(pictures), tokens, tuple(placed))
 

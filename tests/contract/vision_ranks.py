@@ -60,7 +60,7 @@ def _prompts(folder: Path, family: str) -> list[tuple[np.ndarray, list[PlacedIma
         prepared = []
         for picture in pictures:
             image = processor.prepare(PIL.Image.fromarray(picture), processor.digest(picture.tobytes(), count), count)
-            store.put(image)
+            store.write(image)
             prepared.append(image)
         text = " and ".join([processor.placeholder] * count) + f"what {number}?"
         made.append(processor.expand(text, prepared))

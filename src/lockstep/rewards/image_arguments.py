@@ -43,7 +43,7 @@ def _sources(prompt: Prompt) -> list[str] | None:
 
 
 def _grid(prompt: Prompt, store: ImageStore) -> np.ndarray | None:
-    inputs = [store.get(image.digest, only=("image_grid_thw",)).inputs for image in prompt.images]
+    inputs = [store.read(image.digest, only=("image_grid_thw",)).inputs for image in prompt.images]
     found = [each["image_grid_thw"].reshape(-1, 3) for each in inputs if each]
     if not found:
         return None

@@ -25,7 +25,7 @@ def image(folder: Path, name: str = "a.png", grey: int = 255) -> PlacedImage:
     path, digest = folder / name, (name.encode().hex() + "0" * 8)[:16]
     PIL.Image.new("RGB", SIZE, (grey, grey, grey)).save(path)
     grid = np.array([[1, RESIZED[1] // 14, RESIZED[0] // 14]])
-    ImageStore(folder / "store").put(PreparedImage(digest, {"image_grid_thw": grid}, 10, SIZE, RESIZED))
+    ImageStore(folder / "store").write(PreparedImage(digest, {"image_grid_thw": grid}, 10, SIZE, RESIZED))
     return PlacedImage(digest, np.arange(10, dtype=np.int32), str(path), SIZE, RESIZED)
 
 

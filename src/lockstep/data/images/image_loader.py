@@ -131,7 +131,7 @@ class ImageLoader:
             digest = self.processor.digest(content, len(images))
             if self._store is not None and self._store.writes and digest not in self._store:
                 try:
-                    self._store.put(self.processor.prepare(image.pixels(content), digest, len(images)))
+                    self._store.write(self.processor.prepare(image.pixels(content), digest, len(images)))
                 except ImageRefused as error:
                     raise UnusableImage(image.source, f"is refused: {error}") from error
             expansion = self.processor.expansion(image.size, len(images))

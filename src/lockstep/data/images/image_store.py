@@ -54,8 +54,8 @@ class ImageStore:
     """Reads and writes prepared images.
 
     Args:
-        folder: where they are kept, one file per image. It is created when the first image is put.
-        writes: whether images may be put; set it later for a folder that must not exist yet.
+        folder: where they are kept, one file per image. It is created when the first image is written.
+        writes: whether images may be written; set it later for a folder that must not exist yet.
     """
 
     def __init__(self, folder: Path, writes: bool = True) -> None:
@@ -70,7 +70,7 @@ class ImageStore:
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).is_file()
 
-    def put(self, image: PreparedImage) -> None:
+    def write(self, image: PreparedImage) -> None:
         """Writes an image, unless it is there. Other processes and threads see the whole file or none."""
         path = self.path(image.digest)
         if path.is_file():
@@ -82,7 +82,7 @@ class ImageStore:
         unfinished.write_bytes(save(arrays, {"image": json.dumps(about)}))
         unfinished.replace(path)
 
-    def get(self, digest: str, only: Collection[str] | None = None) -> PreparedImage:
+    def read(self, digest: str, only: Collection[str] | None = None) -> PreparedImage:
         """Reads an image.
 
         Args:

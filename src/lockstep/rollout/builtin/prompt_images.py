@@ -77,7 +77,7 @@ class ModelImages:
         self.bidirectional, self.three_axes = attends_to_whole_images(lm), has_three_axes(lm)
 
     def read(self, images: Sequence[PlacedImage]) -> list[PreparedImage]:
-        return [self.store.get(image.digest) for image in images]
+        return [self.store.read(image.digest) for image in images]
 
     def positions(
         self, prompt: np.ndarray, images: Sequence[PlacedImage], prepared: Sequence[PreparedImage]

@@ -127,7 +127,7 @@ class VllmImages:
 
     def _read(self, request: str, image: PlacedImage) -> PreparedImage:
         try:
-            prepared = self._store.get(image.digest)
+            prepared = self._store.read(image.digest)
         except ImageUnavailable as error:
             raise BadRequest(request, f"has an unusable image: {error}") from error
         if prepared.features != len(image.places):

@@ -71,7 +71,7 @@ class ImageInputs:
         if not isinstance(policy, VisionPolicyModel):
             problem, remedy = "the data has images, and this model reads none", "use a vision-language model"
             raise ModelError("model.path", model.path, problem, remedy)
-        self._prepared, self._model, self._device, self._kept_bytes = ImageStore(folder), model, device, kept_bytes
+        self._store, self._model, self._device, self._kept_bytes = ImageStore(folder), model, device, kept_bytes
         self.constant = has_constant_vision(policy)
         """Whether images have the same features in every pass, and no rank needs another to compute them."""
         self._known: OrderedDict[tuple[str, ...], _KnownImages] = OrderedDict()
@@ -89,7 +89,7 @@ class ImageInputs:
                 return batch.layout(), {}
             prepared, images = self._known_row(policy, batch, placed)
         else:
-            prepared = [self._store.get(image.digest) for image in placed]
+            prepared = [self._store.read(image.digest) for image in placed]
             images = row_images(prepared or [self._smallest], placed, self._device)
         return policy.row_layout(batch.lengths.tolist(), batch.parents.tolist(), placed, prepared), {"images": images}
 
@@ -141,7 +141,7 @@ class ImageInputs:
         key = tuple(image.digest for image in prompt)
         known = self._known.pop(key, None)
         if known is None:
-            known = self._compute([self._prepared.get(digest) for digest in key], policy)
+            known = self._compute([self._store.read(digest) for digest in key], policy)
         self._known[key] = known
         while len(self._known) > 1 and sum(each.nbytes for each in self._known.values()) > self._kept_bytes:
             self._known.popitem(last=False)

@@ -65,7 +65,7 @@ class Opener:
         places = np.concatenate([np.empty(0, np.int32), *(image.places for image in images)])
         np.testing.assert_array_equal(places, np.flatnonzero(tokens == self.image_token))
         for image in images:
-            prepared = self.store.get(image.digest)
+            prepared = self.store.read(image.digest)
             assert prepared.features == image.places.size
             assert (prepared.size, prepared.resized) == (image.size, image.resized)
 
@@ -399,11 +399,11 @@ def test_recorded_prompts_get_the_same_images_again_or_an_error(qwen: Opener) ->
     rows = [{"prompt": "<image>a", "answer": "x", "images": [name]} for name in ("a.png", "b.png")]
     source = qwen.open("prompts", rows)
     prompts = source.take(0, 2)
-    before = qwen.store.get(prompts[0].images[0].digest)
+    before = qwen.store.read(prompts[0].images[0].digest)
     assert restore_images(prompts, source, qwen.store) == 0
     qwen.store.path(before.digest).unlink()
     assert restore_images(prompts, source, qwen.store) == 1
-    again = qwen.store.get(before.digest)
+    again = qwen.store.read(before.digest)
     assert all(np.array_equal(again.inputs[name], before.inputs[name]) for name in before.inputs)
     qwen.store.path(before.digest).unlink()
     (qwen.tmp_path / "a.png").write_bytes(png((30, 50), seed=9))

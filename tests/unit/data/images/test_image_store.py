@@ -20,8 +20,8 @@ def prepared(fill: float = 0.5) -> PreparedImage:
 def test_an_image_is_read_as_it_was_put(tmp_path: Path) -> None:
     store = ImageStore(tmp_path / "images")
     assert DIGEST not in store
-    store.put(prepared())
-    found = ImageStore(tmp_path / "images").get(DIGEST)
+    store.write(prepared())
+    found = ImageStore(tmp_path / "images").read(DIGEST)
     assert DIGEST in store
     assert (found.features, found.size, found.resized) == (4, (40, 30), (32, 32))
     assert found.inputs.keys() == prepared().inputs.keys()
@@ -32,33 +32,33 @@ def test_an_image_is_read_as_it_was_put(tmp_path: Path) -> None:
 
 def test_one_input_is_read_alone(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
-    store.put(prepared())
-    assert store.get(DIGEST, only=("image_grid_thw", "tiles")).inputs.keys() == {"image_grid_thw"}
-    assert store.get(DIGEST, only=()).inputs == {}
+    store.write(prepared())
+    assert store.read(DIGEST, only=("image_grid_thw", "tiles")).inputs.keys() == {"image_grid_thw"}
+    assert store.read(DIGEST, only=()).inputs == {}
 
 
 def test_an_image_is_written_once(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
-    store.put(prepared())
-    store.put(prepared(fill=9.0))
-    assert store.get(DIGEST).inputs["pixel_values"][0, 0] == 0.5
+    store.write(prepared())
+    store.write(prepared(fill=9.0))
+    assert store.read(DIGEST).inputs["pixel_values"][0, 0] == 0.5
     assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".safetensors"]
 
 
 def test_a_missing_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(ImageUnavailable, match=rf"image {DIGEST}: .*{DIGEST}\.safetensors does not exist") as caught:
-        ImageStore(tmp_path).get(DIGEST)
+        ImageStore(tmp_path).read(DIGEST)
     assert pickle.loads(pickle.dumps(caught.value)).digest == DIGEST
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x10" + 7 * b"\0" + 16 * b"x", None])
 def test_a_damaged_image_is_named(tmp_path: Path, damage: bytes | None) -> None:
     store = ImageStore(tmp_path)
-    store.put(prepared())
+    store.write(prepared())
     path = store.path(DIGEST)
     path.write_bytes(path.read_bytes()[:-7] if damage is None else damage)
     with pytest.raises(ImageUnavailable, match="is damaged"):
-        store.get(DIGEST)
+        store.read(DIGEST)
 
 
 @pytest.mark.parametrize("digest", ["", "abc", "../../../etc/passwd", "0123456789ABCDEF"])
@@ -73,7 +73,7 @@ def test_threads_may_put_the_same_image(tmp_path: Path) -> None:
 
     def put() -> None:
         try:
-            store.put(image)
+            store.write(image)
         except OSError as error:
             errors.append(error)
 
@@ -82,5 +82,5 @@ def test_threads_may_put_the_same_image(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert errors == [] and store.get("ab" * 8).features == 1
+    assert errors == [] and store.read("ab" * 8).features == 1
     assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".safetensors"]
