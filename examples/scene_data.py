@@ -33,7 +33,7 @@ def scene(rng: random.Random, pixels: np.random.Generator) -> tuple[Image.Image,
     size = rng.choice((2, 3))
     x, y = rng.randint(0, SIDE - size), rng.randint(0, SIDE - size)
     colour = rng.choice(list(COLOURS))
-    grey = 64 + 8 * pixels.integers(0, 16, (SIDE * CELL, SIDE * CELL, 1), np.uint8)  # few levels make small files
+    grey = 112 + 4 * pixels.integers(0, 8, (SIDE * CELL, SIDE * CELL, 1), np.uint8)  # few levels make small files
     values = np.repeat(grey, 3, axis=2)
     values[y * CELL : (y + size) * CELL, x * CELL : (x + size) * CELL] = COLOURS[colour]
     return Image.fromarray(values), colour, (x, y, x + size, y + size)

@@ -10,7 +10,7 @@ from lockstep import __version__
 
 _COMMANDS = {
     "train": "Train a model as configured in the file: SFT, DPO, reward models, GRPO, PPO, online DPO, ...",
-    "tiny": "Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer.",
+    "tiny": "Create a tiny language or vision-language model with random weights and a character-level tokenizer.",
     "check": "Find out before a run what would make it fail, hang or crawl, and how to fix it.",
     "convert": "Convert a launch script or config of OpenRLHF, verl, TRL or VLM-R1 to a run's file.",
     "watch": "Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.",

@@ -33,7 +33,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tiny model that the folder holds.")] = False,
 ) -> None:
-    """Create a tiny language model, or vision-language model, with random weights and a character-level tokenizer."""
+    """Create a tiny language or vision-language model with random weights and a character-level tokenizer."""
     require_extra("train", "lockstep tiny")
     from lockstep.models.tiny_model import DEFAULT_ALPHABET, TINY_FAMILIES, TinyModel, holds_tiny, make_tiny
     from lockstep.models.vision.tiny_families import VISION_FAMILIES

@@ -113,7 +113,7 @@ def test_images_of_prompts(given_rollouts: Rollouts, ranks: int, spare: int, mod
     expected = images_of([group.prompt for group in given_rollouts.groups])
     for forest in (forest_from_rollouts(given_rollouts, advantages), forest_of_states(given_rollouts)):
         assert (forest.images is None) == (not expected)
-        batch = pack(forest, ranks, longest + 1 + spare, mode, images=True).everything()
+        batch = pack(forest, ranks, longest + 1 + spare, mode).everything()
         assert check(rows_of(batch), expected) == set(expected)
         decoded = [row for encoded in batch.encode() for row in decode_micro_batches(encoded)]
         assert check(decoded, expected) == set(expected)
@@ -157,16 +157,14 @@ def test_features_are_no_targets_where_prompts_are_learned() -> None:
     assert sorted(set(row.targets.tolist()) & set(prompt.tokens.tolist())) == [2, 5, 6, 7, 8]
 
 
-def test_no_images_differ_from_none_in_this_step() -> None:
-    """A text run's rows have no list of images. A run with images has one for each row, so that the vision tower is
-    called for it."""
-    rollout = Rollouts(0, 0, [Group(prompt_of(0, 4, []), [completion_of(0, 0, 3, False)])])
-    for images, expected in ((False, None), (True, [])):
-        forest = forest_from_rollouts(rollout, np.ones((1, 1)))
-        batch = pack(forest, 2, 20, images=images).everything()
-        assert [row.images for row in rows_of(batch)] == [expected] * 2, "also in the empty row"
-        decoded = [row for encoded in batch.encode() for row in decode_micro_batches(encoded)]
-        assert [row.images for row in decoded] == [expected] * 2
+@pytest.mark.parametrize(("places", "expected"), [([], [None, None]), ([[1, 2]], [["the image"], []])])
+def test_a_batch_without_images_sends_none(places: list[list[int]], expected: list[Any]) -> None:
+    rollout = Rollouts(0, 0, [Group(prompt_of(0, 4, places), [completion_of(0, 0, 3, False)])])
+    batch = pack(forest_from_rollouts(rollout, np.ones((1, 1))), 2, 20).everything()
+    decoded = [row for encoded in batch.encode() for row in decode_micro_batches(encoded)]
+    for rows in (rows_of(batch), decoded):
+        shown = [row.images and ["the image"] for row in rows]
+        assert shown == expected or shown == expected[::-1], "the other rank has an empty row"
 
 
 def test_the_tower_counts_in_the_cost() -> None:

@@ -12,6 +12,7 @@ from lockstep.config.trainer import OffloadConfig, TrainerConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.devices.device_turns import EngineTurn, turns_by_role
 from lockstep.run.interrupt import InterruptHandler
+from lockstep.run.planning.run_data import RunData
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext
 from lockstep.run.run import MissingRole, Run, RunRoles
@@ -60,7 +61,7 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
     folder.mkdir(exist_ok=True)
     with Ledger.create(folder / "run", {"name": "x"}) as ledger:
         recovery = RecoveryManager(config.recovery, ledger)
-        roles = RunRoles(TrainedRoles([policy]), [], engines)
+        roles = RunRoles(TrainedRoles([policy]), RunData(SimpleNamespace(has_images=False)), engines)
         if engines is not None:
             roles.engine_turn = EngineTurn(turns["rollout"], engines)
         return Run(

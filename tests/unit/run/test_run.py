@@ -10,6 +10,7 @@ from lockstep.config.loader import check_config
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.interrupt import InterruptHandler
+from lockstep.run.planning.run_data import RunData
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 from lockstep.run.recovery.trainer_recovery import RecoveryContext
 from lockstep.run.run import Run, RunRoles
@@ -31,8 +32,9 @@ def test_a_repeated_step_is_not_written_again(tmp_path: Path) -> None:
     }  # fmt: skip
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
         asked = SimpleNamespace(request=lambda step: None, metrics=lambda step: {})
-        samples: Any = SimpleNamespace(counts=lambda samples: {})
-        roles: Any = RunRoles(trained=TrainedRoles([]), samples=samples, rollouts=asked)  # type: ignore[arg-type]
+        samples: Any = SimpleNamespace(counts=lambda samples: {}, has_images=False)
+        data = RunData(samples)
+        roles: Any = RunRoles(trained=TrainedRoles([]), data=data, rollouts=asked)  # type: ignore[arg-type]
         config = check_config(values, "test")
         recovery = RecoveryManager(config.recovery, ledger)
         reporter: Any = SimpleNamespace(choose_samples=lambda step, rollouts: [])

@@ -120,7 +120,7 @@ def test_ranks_are_started_and_replaced_by_role(tmp_path: Path) -> None:
     claim_run_id(tmp_path, "x")
     cluster: Any = SimpleNamespace(start=start, store=lambda: "tcp://127.0.0.1:1")
     prepared: Any = SimpleNamespace(
-        config=wanted, plan=make_plan(wanted, MODEL, HOST, {"critic": VALUE}), folder=tmp_path
+        config=wanted, plan=make_plan(wanted, MODEL, HOST, {"critic": VALUE}), folder=tmp_path, images=None
     )
     launcher = RunWorkerLauncher(prepared, cluster, generation=2)
     ranks, served, engines = launcher.launch_all()

@@ -114,7 +114,7 @@ def test_its_ranks_are_started_and_replaced_together(tmp_path: Path) -> None:
     wanted = config()
     claim_run_id(tmp_path, "x")
     cluster: Any = SimpleNamespace(start=start, store=lambda: "tcp://127.0.0.1:1")
-    prepared: Any = SimpleNamespace(config=wanted, plan=plan(wanted), folder=tmp_path)
+    prepared: Any = SimpleNamespace(config=wanted, plan=plan(wanted), folder=tmp_path, images=None)
     launcher = RunWorkerLauncher(prepared, cluster, generation=2)
     _, served, _ = launcher.launch_all()
     assert [(worker.spec.name, worker.spec.service) for worker in served] == [
