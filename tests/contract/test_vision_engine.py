@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep.data.images.image_store import ImageStore
+from lockstep.data.images.image_store import ImageStore, ImageUnavailable
 from lockstep.data.samples import Completion, PlacedImage
 from lockstep.models.tiny_model import make_tiny
 from lockstep.models.vision.model_parts import parameter_parts
@@ -200,6 +200,20 @@ def test_a_version_with_half_of_a_part_is_refused(scene, tmp_path):
     assert caught.value.missing == (name,) and made.version == 0
 
 
+def test_decode_steps_as_graphs_compute_the_same(scene):
+    """With the buffers and shapes of CUDA graphs, and the step itself in place of a captured one."""
+    if scene.family == "gemma3":
+        pytest.skip("has no fused forward")
+    made = engine(scene)
+    requests = [each for group, prompt in enumerate(mixed_prompts(scene)) for each in prompt.requests(str(group), 2)]
+    expected = run(made, requests)
+    made._runner._capture = lambda step: step
+    made._runner._graphs = made._runner._new_graphs()
+    assert made._runner._graphs is not None
+    assert_same(run(made, requests), expected)
+    assert made._runner._graphs._steps
+
+
 @contextmanager
 def read_file(source, version):
     yield load_file(source)
@@ -239,6 +253,26 @@ def test_the_service_reads_the_folder_of_images(scene):
     done = {completion.request: completion for completion in batches[0].completions}
     assert_same(done, run(engine(scene), requests))
     service.close()
+
+
+def test_an_image_that_is_lost_after_its_request_fails_the_next_collect(scene, tmp_path):
+    prompt, store = scene.prompt("ab*cd?", picture(30, 30, 1)), ImageStore(tmp_path / "images")
+    store.put(scene.store.get(prompt.images[0].digest))
+    service = EngineService({"path": str(scene.folder)}, {"max_rows": 4}, threads=1, images=str(store.folder))
+    service.submit(RequestBatch.of(prompt.requests("0", 2)))
+    store.path(prompt.images[0].digest).unlink()
+    assert not service.background()
+    with pytest.raises(ImageUnavailable, match="does not exist"):
+        service.collect()
+    service.abort()
+    text = scene.prompt("abc hg?").requests("1")
+    service.submit(RequestBatch.of(text))
+    while service.background():
+        pass
+    batches = []
+    service.collect().on_settled(lambda batch, error: batches.append(batch))
+    done = {completion.request: completion for completion in batches[0].completions}
+    assert_same({"1/0": done["1/0"]}, run(engine(scene), text))
 
 
 def test_images_that_the_engine_cannot_have_are_refused(scene, tmp_path):

@@ -15,6 +15,7 @@ from lockstep.base.malloc import tune_malloc
 from lockstep.cluster.protocol import DeferredResult, concurrent
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import EngineConfig
+from lockstep.data.images.image_store import ImageUnavailable
 from lockstep.data.samples import Completion
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request, RequestBatch, RolloutEngine
 from lockstep.rollout.weight_loading import open_reader
@@ -122,7 +123,7 @@ class EngineService:
             return False
         try:
             self._outbox.put(self._engine.step())
-        except (ArithmeticError, RuntimeError, ValueError) as error:
+        except (ArithmeticError, RuntimeError, ValueError, ImageUnavailable) as error:
             # No call of the controller runs this step, so `collect` raises the error.
             log.exception("the engine stopped")
             self._failure = error

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.rpc.codec import decode_payload, encode_payload, signature_of
 from lockstep.data.samples import PlacedImage
+from lockstep.rollout.client.multi_turn import prompt_key
 from lockstep.rollout.engine_protocol import EngineAPI, Request, RequestBatch, check_request
 from lockstep.rollout.errors import BadRequest
 
@@ -86,3 +87,11 @@ def test_requests_of_a_group_have_the_same_images(images: tuple[PlacedImage, ...
     check_request(request("b", prompt.copy(), (image(1, 2),)), first, set(), 512, 64)
     with pytest.raises(BadRequest, match="other images than the other requests of group 'g'"):
         check_request(request("b", prompt, images), first, set(), 512, 64)
+
+
+def test_turns_with_equal_tokens_and_different_images_are_not_one_group() -> None:
+    prompt = np.arange(9, dtype=np.int32)
+    variants = [(), (image(1),), (image(2),), (image(1, digest="aaaaaaaa"),), (image(1), image(2)), (image(1, 2),)]
+    keys = [prompt_key(request("a", prompt, images)) for images in variants]
+    assert len(set(keys)) == len(variants)
+    assert prompt_key(request("b", prompt.copy(), (image(1),))) == keys[1]

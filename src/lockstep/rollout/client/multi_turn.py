@@ -205,7 +205,7 @@ class MultiTurnClient(RolloutClient):
         outgoing, self._outgoing = self._outgoing, []
         groups: dict[tuple[bytes, ...], str] = {}
         for request in outgoing:
-            request.group = groups.setdefault(_prompt_key(request), request.id)
+            request.group = groups.setdefault(prompt_key(request), request.id)
         if outgoing:
             super().submit(outgoing, _TURN_QUEUE)
 
@@ -351,7 +351,7 @@ class MultiTurnClient(RolloutClient):
             self._finished.setdefault(conversation.queue, []).append(completion)
 
 
-def _prompt_key(request: Request) -> tuple[bytes, ...]:
+def prompt_key(request: Request) -> tuple[bytes, ...]:
     """Equal for requests with the same prompt and the same images."""
     images = (part for image in request.images for part in (image.digest.encode(), image.places.tobytes()))
     return request.prompt.tobytes(), *images
