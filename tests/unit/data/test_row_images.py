@@ -85,7 +85,7 @@ def check(rows: list[MicroBatch[Any]], images: dict[str, tuple[np.ndarray, Place
     found = set()
     for row in rows:
         tokens = np.asarray(row.tokens)
-        for image in row.images:
+        for image in row.images or ():
             own, original = images[image.digest]
             np.testing.assert_array_equal(tokens[image.places], own[original.places])
             about = (image.source, image.size, image.resized)
@@ -93,11 +93,11 @@ def check(rows: list[MicroBatch[Any]], images: dict[str, tuple[np.ndarray, Place
             found.add(image.digest)
         for digest, (own, original) in images.items():
             copies = int(np.count_nonzero(tokens == own[original.places[0]]))
-            held = [image.places.tolist() for image in row.images if image.digest == digest]
+            held = [image.places.tolist() for image in row.images or () if image.digest == digest]
             assert len(held) == copies, "one copy of the image for each copy of the prompt"
             assert len(set(map(tuple, held))) == copies
-        starts = [image.places[0] for image in row.images]
-        assert starts == sorted(starts) or len({image.digest[:6] for image in row.images}) > 1
+        starts = [image.places[0] for image in row.images or ()]
+        assert starts == sorted(starts) or len({image.digest[:6] for image in row.images or ()}) > 1
     return found
 
 
