@@ -235,11 +235,7 @@ def test_without_the_refusal_the_core_waits_for_ever(start, samples, monkeypatch
     from lockstep.rollout.vllm.vllm_images import VllmImages
 
     monkeypatch.setattr(VllmImages, "check", lambda self, request: None)
-<<<<<<< HEAD
     monkeypatch.setattr(VllmImages, "_read", lambda self, request, image: self._store.read(image.digest))
-=======
-    monkeypatch.setattr(VllmImages, "_read", lambda self, request, image: self._prepared.get(image.digest))
->>>>>>> vvllm
     engine = start(samples, extra=SMALL_CACHE)
     with pytest.raises(TimeoutError, match="0 of 1 requests"):
         run(engine, [too_large(samples)], steps=60)

@@ -51,7 +51,7 @@ class VllmImages:
         whole: bool = False,
     ) -> None:
         self.room, self.trained, self.whole = room, trained, whole
-        self._prepared, self._layout, self._dtype, self._token = store, layout, dtype, token
+        self._store, self._layout, self._dtype, self._token = store, layout, dtype, token
         self._items: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         """vLLM's form of the images that its core has, by digest."""
 
@@ -78,7 +78,7 @@ class VllmImages:
                     f"has an image of {tokens} tokens ({image.source or image.digest}), but vLLM's encoder cache has "
                     f"room for {self.room}: {ROOM_REMEDY}",
                 )
-            if image.digest not in self._prepared:
+            if image.digest not in self._store:
                 self._read(request.id, image)
 
     def fit(self, unstarted: Iterable[Request], request: Request) -> bool:
@@ -127,11 +127,7 @@ class VllmImages:
 
     def _read(self, request: str, image: PlacedImage) -> PreparedImage:
         try:
-<<<<<<< HEAD
             prepared = self._store.read(image.digest)
-=======
-            prepared = self._prepared.get(image.digest)
->>>>>>> vvllm
         except ImageUnavailable as error:
             raise BadRequest(request, f"has an unusable image: {error}") from error
         if prepared.features != len(image.places):
