@@ -123,6 +123,7 @@ def test_what_does_not_fit_is_refused(parent: tuple[Path, dict[str, Any]], tmp_p
         (("--from", f"{run}@3", "name=x"), "there are checkpoints after 2, 4 steps"),
         (("--from", str(tmp_path), "name=x"), "is not"),
         ((str(other), "--from", str(run)), "must train the same models, but policy has model.adapter None"),
+        (("--from", str(run), "name=x", "model.vision.projector.train=false"), "and in the new run 'tower, language'"),
         (("--from", str(run)), "already holds a run"),
     ):
         launched = Launched.start(run.with_name("x"), *arguments)

@@ -215,7 +215,7 @@ CONTROLLER = """
 import json, sys, time
 from pathlib import Path
 from test_ray_nodes import SPREAD, WANTED, engine
-from cluster import RayClusterConfig
+from lockstep.config.cluster import RayClusterConfig
 from cluster_services import Renewable
 from lockstep.cluster.ray.ray_cluster import RayCluster
 address, run, folder, grace = sys.argv[1:]
@@ -233,7 +233,7 @@ import json, logging, sys, time
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 from pathlib import Path
 from test_ray_nodes import SPREAD, WANTED, both
-from cluster import RayClusterConfig
+from lockstep.config.cluster import RayClusterConfig
 from cluster_services import Renewable
 from lockstep.cluster.ray.ray_cluster import RayCluster
 from lockstep.cluster.ray.ray_reattach import take_over_ray_actors

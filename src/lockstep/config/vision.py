@@ -28,6 +28,9 @@ class VisionPartConfig(Section):
         return self
 
 
+_PARTS = ("tower", "projector", "language")
+
+
 class VisionConfig(Section):
     """Images of a vision-language model. All parts are trained by default, as VLM-R1 does it."""
 
@@ -47,14 +50,19 @@ class VisionConfig(Section):
     def _check_vision(self) -> Self:
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ValueError(f"min_pixels {self.min_pixels} is more than max_pixels {self.max_pixels}")
-        if not (self.tower.train or self.projector.train or self.language.train):
+        if not self.trained:
             raise ValueError("tower, projector and language are all frozen: set train to true for one of them")
         return self
 
     @property
+    def trained(self) -> tuple[str, ...]:
+        """The parts that are trained."""
+        return tuple(part for part in _PARTS if getattr(self, part).train)
+
+    @property
     def trains_all(self) -> bool:
         """Whether all parts are trained."""
-        return self.tower.train and self.projector.train and self.language.train
+        return self.trained == _PARTS
 
 
 class ImageDataConfig(Section):

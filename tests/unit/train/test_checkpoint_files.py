@@ -71,9 +71,18 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tmp_path: Path, written
 
 
 def test_tensors_are_filled_whatever_their_strides(tmp_path: Path) -> None:
-    folder, rows = write(tmp_path / "c", 2), {"parameter.a": LocalRows(torch.zeros(5, 7).t(), (7, 5))}
+    folder = write(tmp_path / "c", 2)
+    rows = {name: LocalRows(torch.zeros_like(each), each.shape) for name, each in TENSORS.items()}
+    rows["parameter.a"] = LocalRows(torch.zeros(5, 7).t(), (7, 5))
     load_checkpoint(folder, rows, {}, ParallelContext())
     assert torch.equal(rows["parameter.a"].local, TENSORS["parameter.a"])
+
+
+def test_weights_of_parts_that_are_no_longer_trained_are_not_ignored(tmp_path: Path) -> None:
+    folder, rows = write(tmp_path / "c", 2), {"parameter.a": LocalRows(torch.zeros(7, 5), (7, 5))}
+    with pytest.raises(CheckpointError, match=r"other weights: it has 'parameter\.b', which is not trained here"):
+        load_checkpoint(folder, rows, {}, ParallelContext())
+    assert not rows["parameter.a"].local.any(), "nothing was changed"
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,16 @@ class CallRelayLink:
         self._arrived: list[tuple[list[int], list[int]]] = []
         """Channels and ids of results that are not acknowledged yet, as they came."""
         self.heartbeat = PeerHeartbeat(RELAY_SILENT_S)
+        self._transferred = 0
+        """Bytes of large frames when the heartbeat was last checked."""
+
+    def is_silent(self) -> bool:
+        """Whether the relay has sent nothing for too long, not even a part of a large frame. Called twice a second."""
+        if self.connection.bulk_bytes != self._transferred:
+            self._transferred = self.connection.bulk_bytes
+            self.heartbeat.received()
+        self.heartbeat.tick()
+        return self.heartbeat.too_long
 
     def open(self, channel: int, worker: "RemoteWorker") -> None:
         """Adds the connection of a worker."""

@@ -267,8 +267,7 @@ class RpcServer:
     def _check_relays(self) -> None:
         """Gives up relays that are silent."""
         for connection, link in list(self._links.items()):
-            link.heartbeat.tick()
-            if link.heartbeat.too_long:
+            if link.is_silent():
                 silent = self._relays.pop(connection.peer.name, None)
                 self._drop(connection)
                 connection.close()

@@ -188,4 +188,5 @@ def _identity(role: TrainRole, folder: Path) -> Mapping[str, Any]:
         role.field("model.revision"): role.model.revision,
         role.field("model.adapter"): trained,
         role.field("model.head"): role.model.head,
+        f"{role.field('model.vision')} that trains": ", ".join(role.model.vision.trained),
     }

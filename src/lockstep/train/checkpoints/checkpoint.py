@@ -36,6 +36,9 @@ from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
+PARAMETER = "parameter."
+"""Prefix of the names of trained weights in checkpoints."""
+
 
 @dataclass(slots=True)
 class LocalRows:
@@ -220,7 +223,8 @@ def read_checkpoint(
         expected: values that the manifest must contain, such as the digest of an adapter's base model.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, has other parameters, or other values than `expected`.
+        CheckpointError: the checkpoint is incomplete or damaged, has other parameters (fewer or more), or other values
+            than `expected`.
     """
     manifest = read_manifest(folder)
     for name, value in (expected or {}).items():
@@ -235,6 +239,10 @@ def read_checkpoint(
         if stored is None or stored.shape not in (tuple(rows.shape), (torch.Size(rows.shape).numel(),)):
             what = "does not have" if stored is None else f"has with shape {stored.shape}"
             raise CheckpointError(folder, f"belongs to another model: it {what} {name!r}, expected shape {rows.shape}")
+    unread = next((name for name in index.tensors if name.startswith(PARAMETER) and name not in sharded), None)
+    if unread is not None:
+        why = f"it has {unread!r}, which is not trained here: export its model, and set model.path to that"
+        raise CheckpointError(folder, f"belongs to a run that trained other weights: {why}")
     targets = {name: rows.local for name, rows in sharded.items()}
     targets |= {name: tensor for name, tensor in whole.items() if name in index.tensors}
     # Contiguous ones, whatever the strides of the tensors to fill.

@@ -28,7 +28,7 @@ from lockstep.train.adapters.adapter_training import (
     seed_dropout,
 )
 from lockstep.train.adapters.merged_weights import MergedWeights
-from lockstep.train.checkpoints.checkpoint import CheckpointWriter, read_checkpoint
+from lockstep.train.checkpoints.checkpoint import PARAMETER, CheckpointWriter, read_checkpoint
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
@@ -57,9 +57,6 @@ from lockstep.train.router_objective import with_router_loss
 from lockstep.train.trainer_protocol import BucketWeights, GatheredRows, ParameterInfo, ParameterShard, StepStats
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder import recorder
-
-_PARAMETER = "parameter."
-"""Prefix of the names of trained weights in checkpoints."""
 
 
 class DeepSpeedTrainer:
@@ -230,7 +227,7 @@ class DeepSpeedTrainer:
         try:
             inherited = read_manifest(folder).get(INHERITED)
             if inherited == "weights":
-                state = {name: rows for name, rows in state.items() if name.startswith(_PARAMETER)}
+                state = {name: rows for name, rows in state.items() if name.startswith(PARAMETER)}
             whole = random if inherited is None else {}
             found = read_checkpoint(folder, state, whole, self.writer.ranks, self.base_digests)
         except CheckpointError as error:
@@ -284,8 +281,8 @@ class DeepSpeedTrainer:
         """Writes a folder that peft's `PeftModel.from_pretrained` loads: the master weights. All ranks call it."""
         if self.adapter is None:
             raise ValueError("there is no adapter to export; set model.adapter")
-        pieces = {name: rows for name, rows in self.state.state().items() if name.startswith(_PARAMETER)}
-        whole = {name.removeprefix(_PARAMETER): each for name, each in gather_pieces(self.ranks, pieces).items()}
+        pieces = {name: rows for name, rows in self.state.state().items() if name.startswith(PARAMETER)}
+        whole = {name.removeprefix(PARAMETER): each for name, each in gather_pieces(self.ranks, pieces).items()}
         parts = {
             alias: each.clone() for name, each in whole.items() for alias in self.merged_weights.exported_names(name)
         }
@@ -331,7 +328,7 @@ class DeepSpeedTrainer:
 
     def _master_weights(self) -> dict[str, torch.Tensor]:
         """This rank's part of the trained weights, by name in checkpoints."""
-        return {name: rows.local for name, rows in self.state.state().items() if name.startswith(_PARAMETER)}
+        return {name: rows.local for name, rows in self.state.state().items() if name.startswith(PARAMETER)}
 
     def _backward(self, microbatch: MicroBatch[np.ndarray], metrics: MetricAccumulator) -> None:
         batch = microbatch.to(self.ranks.device)

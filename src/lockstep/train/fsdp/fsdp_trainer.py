@@ -30,7 +30,7 @@ from lockstep.train.adapters.adapter_training import (
 )
 from lockstep.train.adapters.merged_weights import MergedWeights
 from lockstep.train.checkpoints import checkpoint
-from lockstep.train.checkpoints.checkpoint import LocalRows
+from lockstep.train.checkpoints.checkpoint import PARAMETER, LocalRows
 from lockstep.train.checkpoints.checkpoint_files import INHERITED, read_manifest
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.checkpoints.random_state import random_state, set_random_state
@@ -77,8 +77,6 @@ from lockstep.train.trainer_protocol import (
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder import recorder
 
-_PARAMETER = "parameter."
-"""Prefix of the names of trained weights in checkpoints."""
 _REFERENCE = "reference."
 """Prefix of the weights of a reference that moves."""
 
@@ -278,7 +276,7 @@ class FSDP2Trainer:
             random = {}
             state = {name: rows for name, rows in state.items() if not name.startswith(_REFERENCE)}
         if inherited == "weights":
-            state = {name: rows for name, rows in state.items() if name.startswith(_PARAMETER)}
+            state = {name: rows for name, rows in state.items() if name.startswith(PARAMETER)}
         manifest = checkpoint.load_checkpoint(folder, state, random, self.ranks, self.base_digests)
         if inherited == "weights":
             self.optimizer.reset()
@@ -367,7 +365,7 @@ class FSDP2Trainer:
         state = {}
         for name, parameter in self.trained_parameters.items():
             shape = tuple(parameter.shape)
-            state[f"{_PARAMETER}{name}"] = LocalRows(local_shard(parameter), shape)
+            state[f"{PARAMETER}{name}"] = LocalRows(local_shard(parameter), shape)
             state[f"exp_avg.{name}"] = LocalRows(self.optimizer.exp_avg[name], shape)
             state[f"exp_avg_sq.{name}"] = LocalRows(self.optimizer.exp_avg_sq[name], shape)
         if self.reference is not None and self.mixing is not None:
