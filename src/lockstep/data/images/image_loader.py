@@ -1,6 +1,5 @@
 """Prepares the images of samples, in threads and ahead of time, and puts them into the run's store."""
 
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,7 +109,11 @@ class ImageLoader:
             progress=self._finished,
         )  # fmt: skip
         # The store may have been emptied since.
-        is_whole = self._store is None or not self._store.writes or all(image.digest in self._store for image in loaded)
+        is_whole = (
+            self._store is None
+            or not self._store.writes
+            or all(self._store.is_kept(image.digest, image.source) for image in loaded)
+        )
         return loaded if is_whole else self._load(images)
 
     def prefetch(self, key: object, images: Sequence[RowImage]) -> None:
@@ -139,14 +142,11 @@ class ImageLoader:
         return found
 
     def _kept(self, image: RowImage, digest: str) -> str:
-        """The path of an image's file. An image in the data is written beside the prepared one: reward functions and
-        the report read it."""
+        """The path of an image's file. An image in the data is written beside the prepared one, once the store writes:
+        reward functions and the report read it."""
         if image.is_file or self._store is None:
             return image.source
-        path = self._store.path(digest).with_suffix(".original")
-        if not path.is_file():
-            unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(image.as_file())
-            unfinished.replace(path)
+        path = self._store.original_path(digest)
+        if self._store.writes and not path.is_file():
+            self._store.write_original(digest, image.as_file())
         return str(path)

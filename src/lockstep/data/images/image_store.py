@@ -67,20 +67,30 @@ class ImageStore:
             raise ValueError(f"{digest!r} is not a digest of an image")
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
+    def original_path(self, digest: str) -> Path:
+        """Returns the file of an image that the data holds itself, as it was before it was prepared."""
+        return self.path(digest).with_suffix(".original")
+
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).is_file()
+
+    def is_kept(self, digest: str, source: str) -> bool:
+        """Whether the prepared image is there, and its original, if that is its source."""
+        original = self.original_path(digest)
+        return digest in self and (source != str(original) or original.is_file())
 
     def write(self, image: PreparedImage) -> None:
         """Writes an image, unless it is there. Other processes and threads see the whole file or none."""
         path = self.path(image.digest)
         if path.is_file():
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
         about = {"features": image.features, "size": image.size, "resized": image.resized}
         arrays = {name: np.ascontiguousarray(values) for name, values in image.inputs.items()}
-        unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
-        unfinished.write_bytes(save(arrays, {"image": json.dumps(about)}))
-        unfinished.replace(path)
+        _write_whole(path, save(arrays, {"image": json.dumps(about)}))
+
+    def write_original(self, digest: str, content: bytes) -> None:
+        """Writes the content of an image's file to `original_path`, as `write` does it."""
+        _write_whole(self.original_path(digest), content)
 
     def read(self, digest: str, only: Collection[str] | None = None) -> PreparedImage:
         """Reads an image.
@@ -102,3 +112,10 @@ class ImageStore:
         except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
             raise ImageUnavailable(digest, path, f"is damaged ({error})") from error
         return PreparedImage(digest, inputs, about["features"], tuple(about["size"]), tuple(about["resized"]))
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)

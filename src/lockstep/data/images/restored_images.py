@@ -30,7 +30,7 @@ def restore_images(samples: Sequence[Any], source: SampleSource[Any], store: Ima
         ImageChanged: an image is another one now.
         DataError: an image cannot be read any more.
     """
-    lacking = [each for each in samples if any(image.digest not in store for image in each.images)]
+    lacking = [each for each in samples if not all(store.is_kept(image.digest, image.source) for image in each.images)]
     for sample in lacking:
         again = source.by_uid(sample.uid)
         for number, image in enumerate(sample.images):
