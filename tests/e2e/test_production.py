@@ -10,11 +10,13 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.models.tiny_model import TinyModel, char_tokenizer
+from lockstep.models.vision.tiny_vision import make_tiny_vision
 
 pytestmark = pytest.mark.xdist_group("bad input")
 
 ROOT = Path(__file__).parents[2]
 FILE = "examples/production/grpo_gsm8k_8gpu.yaml"
+VISION_FILE = "examples/production/grpo_geometry_8gpu.yaml"
 QWEN = {
     "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
     "intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 32768, "tie_word_embeddings": True,
@@ -22,10 +24,10 @@ QWEN = {
 """The config of Qwen2.5-1.5B."""
 
 
-def dry_run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+def dry_run(monkeypatch: pytest.MonkeyPatch, *arguments: str, file: str = FILE) -> tuple[int, str, str]:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "200")
-    result = CliRunner().invoke(app, ["train", FILE, "--dry-run", *arguments])
+    result = CliRunner().invoke(app, ["train", file, "--dry-run", *arguments])
     return result.exit_code, result.stdout, " ".join(result.stderr.split())
 
 
@@ -60,6 +62,28 @@ def test_with_model_and_data_the_plan_is_complete(monkeypatch: pytest.MonkeyPatc
     assert code == 0, notes
     assert "1,543.71 M parameters, bfloat16" in shown, shown[-400:]
     assert "all_gather" in shown and "reduce_scatter" in shown and "not looked up" not in notes
+
+
+def test_with_images_the_plan_is_listed_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, shown, notes = dry_run(monkeypatch, "--gpus", "8", file=VISION_FILE)
+    assert code == 0, notes
+    assert "engine-7" in shown and "max_pixels: 1003520" in shown
+    assert "not looked up: data = hiyouga/geometry3k" in notes
+
+
+def test_with_a_vision_model_and_images_the_plan_is_complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The columns are those of the dataset on the hub: `problem` with `<image>`, `answer`, `images`."""
+    from PIL import Image
+
+    model = make_tiny_vision(tmp_path / "model", family="qwen2_5_vl", max_length=4096)
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "one.png")
+    row = {"problem": "<image>Find x.", "answer": "5", "images": ["one.png"]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    values = "data.kind=jsonl", f"data.path={tmp_path}/data.jsonl", f"model.path={model}", f"folder={tmp_path}/runs"
+    code, shown, notes = dry_run(monkeypatch, "--gpus", "8", *values, "model.vision.max_pixels=4096", file=VISION_FILE)
+    assert code == 0, notes
+    assert "all_gather" in shown and "reduce_scatter" in shown and "not looked up" not in notes
+    assert not (tmp_path / "runs").exists(), "a dry run keeps no images"
 
 
 def test_on_a_host_without_gpus_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ WATCHED = ("watch-command.md",)
 """Pages whose command is run by tests/faults/test_watch_command.py, because it ends with a stall."""
 CHECKS = ("check.md",)
 """Pages whose commands check the host: their exit code is 1 if the host that runs the tests has a problem."""
-EXAMPLES = ("environments.md", "tasks.md")
+EXAMPLES = ("environments.md", "tasks.md", "vision.md")
 """Pages whose commands are tested with dry runs here; test_examples_learn.py makes the runs."""
 
 
