@@ -76,7 +76,9 @@ class ImageDataConfig(Section):
     out of them is refused. When absent, relative paths start from the folder of the data file, and absolute ones are
     allowed."""
     on_error: Literal["refuse", "skip"] = "refuse"
-    """For an image that is missing, damaged or too large: refuse the run, or leave its row out and count it."""
+    """For an image that is missing, damaged or too large: refuse the run, or leave its row out and count it. `skip`
+    decodes all images when the run starts. `refuse` reads only their sizes then: an image whose pixels are damaged ends
+    the run in the step that takes it."""
     max_pixels_in_file: int = Field(64_000_000, gt=0, le=178_956_970)
     """The most pixels (width times height) of a file that is decoded: a small file may claim to hold a picture that
     fills the memory."""

@@ -317,6 +317,9 @@ def _attention_implementation(cfg: ModelConfig, config: Any) -> str | None:
         if cfg.head == "score" and type(config) in AutoModelForCausalLM._model_mapping:
             problem = f"transformers has no {config.model_type} model with a head for scores"
             remedy = "use another model, such as a Llama or a Qwen"
+        elif cfg.head == "score" and is_vision_config(config):
+            problem = "it is a vision-language model, of which transformers has none with a head for scores"
+            remedy = "use a language model here; critics and reward models read no images"
         raise ModelError("model.path", cfg.path, problem, remedy)
     lm_class = mapping[type(config)]
     return forest_attention.FOREST_ATTENTION if supports_forest_attention(lm_class) else None

@@ -16,6 +16,7 @@ from lockstep.models.hf_checkpoint import fill_policy
 from lockstep.models.model_loader import load_policy
 from lockstep.models.score_model import ScoreModel
 from lockstep.models.tiny_model import make_tiny
+from lockstep.models.vision.tiny_vision import make_tiny_vision
 
 TOKENS = torch.tensor([3, 5, 7, 9, 4])
 
@@ -103,3 +104,9 @@ def test_a_family_without_a_class_for_scores_is_refused(tmp_path: Path) -> None:
     CohereForCausalLM(CohereConfig(vocab_size=32, **sizes)).save_pretrained(tmp_path / "cohere")
     with pytest.raises(ModelError, match="transformers has no cohere model with a head for scores"):
         load(tmp_path / "cohere", seed=0)
+
+
+def test_a_vision_language_model_has_no_head_for_scores(tmp_path: Path) -> None:
+    folder = make_tiny_vision(tmp_path / "model", family="qwen3_vl")
+    with pytest.raises(ModelError, match=r"vision-language model.*critics and reward models read no images"):
+        load(folder, seed=0)

@@ -135,7 +135,7 @@ def prepare_run(
     tokenizer = load_tokenizer(config.model)
     _check_tokens_of_roles(config, tokenizer, others)
     models = {config.policy.name: model, **others}
-    data = open_run_data(config, models, tokenizer, folder / IMAGE_FOLDER)
+    data = open_run_data(config, models, tokenizer, (folder / IMAGE_FOLDER).absolute())
     starts = [] if resume is None else earlier_starts(resume)
     plan, compile_notes = choose_compilation(config, plan, models, data.samples, starts)
     notes += [*_mixture_notes(config, data), *compile_notes]
