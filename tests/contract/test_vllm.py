@@ -171,7 +171,7 @@ def test_without_the_cache_salt_prompts_use_old_keys_and_values(start, folder, t
 
     made = core_request
     monkeypatch.setattr(
-        module, "core_request", lambda name, request, eos, salt, images: made(name, request, eos, "same")
+        module, "core_request", lambda name, request, eos, salt, images=None: made(name, request, eos, "same", images)
     )
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
