@@ -39,7 +39,7 @@ def test_constant_features_are_computed_once_and_change_nothing(
     policy = load_policy(tr.config(folder, family, "sft").model, CPU)
     assert isinstance(policy, VisionPolicyModel)
     cfg = tr.config(folder, family, "sft")
-    batch = pack(forest_from_documents(vr.documents(folder, family)), 1, 150, images=True)
+    batch = pack(forest_from_documents(vr.documents(folder, family)), 1, 150)
     rows = next(iter(batch.minibatches(1, None, cfg.policy.objective))).by_rank[0]
     assert any(len(row.images or ()) > 1 for row in rows)
 
@@ -80,7 +80,7 @@ def test_a_language_model_is_refused(folder: Path) -> None:
 
 def test_rows_with_images_need_their_folder(folder: Path) -> None:
     cfg = tr.config(folder, "qwen3_vl", "sft")
-    batch = pack(forest_from_documents(vr.documents(folder, "qwen3_vl")), 1, 150, images=True)
+    batch = pack(forest_from_documents(vr.documents(folder, "qwen3_vl")), 1, 150)
     rows = next(iter(batch.minibatches(1, None, cfg.policy.objective))).by_rank[0]
     with pytest.raises(RuntimeError, match="without the folder of the run's images"):
         tr.create(cfg.policy).evaluate(rows, ["logprobs"])

@@ -191,7 +191,7 @@ def test_images_add_the_planned_collectives_of_tower_and_projector(
     make_tiny_vision(tmp_path / family, family=family, **vr.SIZES)
     torch.save(vr._prompts(tmp_path, family), tmp_path / f"{family}.prompts")
     ranks = ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD)
-    batch = pack(forest_from_documents(vr.documents(tmp_path, family)), 1, vr.BUDGET, "single", images=True)
+    batch = pack(forest_from_documents(vr.documents(tmp_path, family)), 1, vr.BUDGET, "single")
     found = []
     for model in (vr.FROZEN, {}):
         config = tr.config(tmp_path, family, "sft", model, ranks=2)

@@ -121,12 +121,12 @@ def rows_of_ranks(folder: Path, family: str, role: TrainRole, trainer: Trainer, 
     that a rank evaluates are set for its own rows."""
     if isinstance(role.objective, CrossEntropy):
         forest = forest_from_documents(documents(folder, family))
-        return next(iter(pack(forest, ranks.world, BUDGET, "single", images=True).minibatches(1, None, role.objective)))
+        return next(iter(pack(forest, ranks.world, BUDGET, "single").minibatches(1, None, role.objective)))
     if isinstance(role.objective, PreferenceLoss):
-        batch = pack(forest_from_pairs(pairs(folder, family)), ranks.world, BUDGET, "forest", images=True)
+        batch = pack(forest_from_pairs(pairs(folder, family)), ranks.world, BUDGET, "forest")
         prepare_pairs(batch, role.objective)
     else:
-        batch = pack(forest_from_rollouts(*rollouts(folder, family)), ranks.world, BUDGET, "forest", images=True)
+        batch = pack(forest_from_rollouts(*rollouts(folder, family)), ranks.world, BUDGET, "forest")
     _evaluate(batch, role, trainer, ranks.rank)
     return next(iter(batch.minibatches(1, None, role.objective)))
 
