@@ -177,12 +177,16 @@ class DatasetSource(SampleSource[Sample]):
         return self._has_images
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        for row in rows if self._images is not None else ():
+        if self._images is None:
+            return
+        for row in rows:
+            if self._images.is_ahead(row):
+                continue
             try:
                 sample = self._read(row)
             except DataError:
                 continue  # `sample` raises it
-            if sample.images and self._images is not None:
+            if sample.images:
                 self._images.prefetch(row, sample.images)
 
     def _rows_with_unusable_images(self) -> frozenset[int]:

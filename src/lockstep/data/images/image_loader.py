@@ -116,6 +116,11 @@ class ImageLoader:
         )
         return loaded if is_whole else self._load(images)
 
+    def is_ahead(self, key: object) -> bool:
+        """Whether `prefetch` was called for a row that is not loaded yet."""
+        with self._lock:
+            return key in self._ahead
+
     def prefetch(self, key: object, images: Sequence[RowImage]) -> None:
         """Begins to prepare the images of a row that `load` will be called for, unless there are too many already."""
         threads = self._threads

@@ -142,8 +142,7 @@ class ImageProcessor:
         """
         expansion = self.expansion(image.size, among)
         different = self._is_different(among)
-        inputs = self._inputs(self._processor, image, different)
-        features = self._count(inputs)
+        inputs, features = self._inputs(self._processor, image, different)
         if features != expansion.features:
             raise ImageProcessorError(
                 self._model,
@@ -235,12 +234,13 @@ class ImageProcessor:
         width, height = size
         with self._lock:
             self._sizes.image_processor.resized = None
-            inputs = self._inputs(self._sizes, blank_image(width, height), different)
+            inputs, features = self._inputs(self._sizes, blank_image(width, height), different)
             resized = self._sizes.image_processor.resized or size
         replacement: str = inputs["text_replacement_offsets"][0][0]["replacement"]
-        return ImageExpansion(replacement, self._count(inputs), resized)
+        return ImageExpansion(replacement, features, resized)
 
-    def _inputs(self, processor: Any, image: Any, different: bool) -> dict[str, Any]:
+    def _inputs(self, processor: Any, image: Any, different: bool) -> tuple[dict[str, Any], int]:
+        """Returns what the processor makes of an image, and the number of the image's features."""
         count = 2 if different else 1
         try:
             made = processor(
@@ -253,12 +253,7 @@ class ImageProcessor:
         except ValueError as error:
             raise ImageRefused(f"the model's image processor refuses it: {error}") from error
         inputs = dict(made)
-        inputs["features"] = int(np.count_nonzero(np.asarray(inputs["input_ids"]) == self._feature_token)) // count
-        return inputs
-
-    def _count(self, inputs: dict[str, Any]) -> int:
-        """Takes the number of features of the image out of the inputs."""
-        return int(inputs.pop("features"))
+        return inputs, int(np.count_nonzero(np.asarray(inputs["input_ids"]) == self._feature_token)) // count
 
 
 class _LockedTokenizer:

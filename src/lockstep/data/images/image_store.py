@@ -5,8 +5,6 @@ pixels. Samples, the ledger and messages carry only digests.
 """
 
 import json
-import os
-import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from lockstep.base.errors import PicklableError
+from lockstep.base.folders import make_folder, write_atomically
 
 IMAGE_FOLDER = "images"
 """Folder of a run with its prepared images."""
@@ -115,7 +114,6 @@ class ImageStore:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    """Writes a file with the access of the run's folder."""
+    make_folder(path.parent)
+    write_atomically(path, content)

@@ -6,6 +6,7 @@ height and width. Those of a text token are equal; an image takes as many positi
 
 import inspect
 from collections.abc import Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,22 +39,32 @@ def prompt_positions(
     Raises:
         ValueError: two images have no text between them, which the model's rule takes for one.
     """
-    rule = getattr(lm.base_model, "get_rope_index", None)
-    if rule is None:
+    if not has_three_axes(lm):
         return None
+    if not placed:
+        return torch.arange(len(tokens)).expand(3, -1)
+    rule = lm.base_model.get_rope_index
     accepted = inspect.signature(rule).parameters
     types = torch.zeros(1, len(tokens), dtype=torch.int32)
     for image in placed:
         types[0, torch.from_numpy(image.places.astype(np.int64))] = _IMAGE_TYPE
     _check_separated(placed)
-    inputs = {name: torch.from_numpy(array) for name, array in (joined_inputs(prepared) if prepared else {}).items()}
+    grids = [
+        replace(image, inputs={name: array for name, array in image.inputs.items() if name in accepted})
+        for image in prepared
+    ]  # without pixels
     found, _ = rule(
         input_ids=torch.zeros(1, len(tokens), dtype=torch.int64),
         **{_TOKEN_TYPES: types},
-        **{name: tensor for name, tensor in inputs.items() if name in accepted},
+        **{name: torch.from_numpy(array) for name, array in joined_inputs(grids).items()},
     )
     positions: Tensor = found[:, 0]
     return positions
+
+
+def has_three_axes(lm: Any) -> bool:
+    """Returns whether the model's positions have three axes."""
+    return hasattr(lm.base_model, "get_rope_index")
 
 
 def _check_separated(placed: Sequence[PlacedImage]) -> None:
@@ -87,24 +98,24 @@ def row_positions(
     Raises:
         ValueError: as `prompt_positions`, or an image is not in one segment.
     """
-    if not placed or getattr(lm.base_model, "get_rope_index", None) is None:
+    if not placed or not has_three_axes(lm):
         return None
-    inside = _images_of_segments(lengths, placed)
     ends: list[int] = []
     parts: list[Tensor] = []
-    for segment, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+    start = 0
+    for length, parent, inside in zip(lengths, parents, images_of_segments(lengths, placed), strict=True):
         first = 0 if parent < 0 else ends[parent]
-        start = sum(lengths[:segment]) if inside[segment] else 0
-        own = [placed[index].moved(-start) for index in inside[segment]]
-        positions = prompt_positions(lm, range(length), own, [prepared[index] for index in inside[segment]])
+        own = [placed[index].moved(-start) for index in inside]
+        positions = prompt_positions(lm, range(length), own, [prepared[index] for index in inside])
         assert positions is not None
         parts.append(positions + first)
         ends.append(int(parts[-1].max()) + 1)
+        start += length
     return torch.cat(parts, dim=1)
 
 
-def _images_of_segments(lengths: Sequence[int], placed: Sequence[PlacedImage]) -> list[list[int]]:
-    """Returns the indices of the images of each segment."""
+def images_of_segments(lengths: Sequence[int], placed: Sequence[PlacedImage]) -> list[list[int]]:
+    """Returns the indices of the images of each segment of a row. Raises ValueError if an image is not in one."""
     stops = np.cumsum(lengths)
     found: list[list[int]] = [[] for _ in lengths]
     for index, image in enumerate(placed):

@@ -135,6 +135,22 @@ def image_features(lm: Any, inputs: Mapping[str, Tensor]) -> ImageFeatures:
     return ImageFeatures(_rows(found.pooler_output), None if deepstack is None else [_rows(each) for each in deepstack])
 
 
+def deepstack_arguments(deepstack: Sequence[Tensor] | None, places: Tensor, tokens: int) -> dict[str, Any]:
+    """Returns the arguments of a language model of transformers that adds features to its hidden states.
+
+    Args:
+        deepstack: `[features, hidden]` for each of the first layers, in the order of `places`.
+        places: int64 `[features]`: the tokens that they are added to.
+        tokens: number of tokens of the row.
+    """
+    if not deepstack:
+        return {}
+    is_image = torch.zeros(1, tokens, dtype=torch.bool, device=places.device)
+    is_image[0, places] = True
+    order = places.argsort()
+    return {"visual_pos_masks": is_image, "deepstack_visual_embeds": [rows[order] for rows in deepstack]}
+
+
 def _rows(features: Any) -> Tensor:
     """Returns `[features, hidden]` of a tensor, or of one tensor per image."""
     tensors = [features] if isinstance(features, Tensor) else features

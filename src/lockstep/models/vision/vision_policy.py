@@ -20,7 +20,7 @@ from lockstep.models.errors import ModelError
 from lockstep.models.logprob_head import LogitTransform, split_head
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.vision.image_positions import vision_layout
-from lockstep.models.vision.row_images import ImageFeatures, RowImages, image_features
+from lockstep.models.vision.row_images import RowImages, deepstack_arguments, image_features
 
 _TOKEN_TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids")
 
@@ -119,15 +119,8 @@ class VisionPolicyModel(PolicyModel):
         if len(features.rows) != len(images.places):
             raise ValueError(f"the images of a row have {len(features.rows)} features and {len(images.places)} places")
         embeddings = embeddings.index_copy(0, images.places, features.rows.to(embeddings.dtype))
-        return {"inputs_embeds": embeddings[None], **self._deepstack(tokens, images.places, features)}
-
-    def _deepstack(self, tokens: Tensor, places: Tensor, features: ImageFeatures) -> dict[str, Any]:
-        if features.deepstack is None:
-            return {}
-        is_image = torch.zeros(1, len(tokens), dtype=torch.bool, device=tokens.device)
-        is_image[0, places] = True
-        order = places.argsort()
-        return {"visual_pos_masks": is_image, "deepstack_visual_embeds": [rows[order] for rows in features.deepstack]}
+        added = deepstack_arguments(features.deepstack, images.places, len(tokens))
+        return {"inputs_embeds": embeddings[None], **added}
 
     def _own_hidden(self, tokens: Tensor, images: RowImages | None) -> Tensor:
         """Computes `[tokens, hidden]` by the model's own forward."""

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lockstep.data.images.image_store import ImageStore, PreparedImage
 from lockstep.data.samples import PlacedImage
-from lockstep.models.vision.image_positions import attends_to_whole_images, prompt_positions
-from lockstep.models.vision.row_images import image_features, row_images
+from lockstep.models.vision.image_positions import attends_to_whole_images, has_three_axes, prompt_positions
+from lockstep.models.vision.row_images import deepstack_arguments, image_features, row_images
 
 
 @dataclass(slots=True)
@@ -37,11 +36,7 @@ class MergedImages:
 
     def decoder_arguments(self, tokens: int) -> dict[str, Any]:
         """The arguments for DeepStack of a decoder of transformers."""
-        if not self.deepstack:
-            return {}
-        is_feature = torch.zeros(1, tokens, dtype=torch.bool, device=self.places.device)
-        is_feature[0, self.places] = True
-        return {"visual_pos_masks": is_feature, "deepstack_visual_embeds": list(self.deepstack)}
+        return deepstack_arguments(self.deepstack, self.places, tokens)
 
 
 class ImageSource(Protocol):
@@ -89,11 +84,6 @@ class ModelImages:
         joined = row_images(prepared, images, self.lm.device)
         found = image_features(self.lm, joined.inputs)
         return MergedImages(joined.places, found.rows, found.deepstack or ())
-
-
-def has_three_axes(lm: Any) -> bool:
-    """Whether the model's positions have three axes."""
-    return hasattr(lm.base_model, "get_rope_index")
 
 
 def image_spans(images: Sequence[PlacedImage], tokens: int) -> np.ndarray:

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -28,6 +27,7 @@ from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import load_tokenizer
 from lockstep.models.policy_model import PolicyModel
+from lockstep.models.vision.image_positions import images_of_segments
 from lockstep.models.vision.image_probe import probe_image
 from lockstep.models.vision.model_parts import parameter_parts
 from lockstep.models.vision.row_images import ImageFeatures, RowImages, image_features, row_images
@@ -115,21 +115,17 @@ class ImageInputs:
         self, policy: VisionPolicyModel, batch: MicroBatch[Tensor], placed: Sequence[PlacedImage]
     ) -> tuple[list[PreparedImage], RowImages]:
         """Returns the images of a row without their pixels, and their features."""
-        stops = np.cumsum(batch.lengths)
-        segments = [int(np.searchsorted(stops, image.places[0], side="right")) for image in placed]
-        order = sorted(range(len(placed)), key=lambda index: segments[index])
-        prompts: dict[int, list[PlacedImage]] = {}
-        for index in order:
-            prompts.setdefault(segments[index], []).append(placed[index])
-        known = [self._features(policy, prompt) for prompt in prompts.values()]
-        by_index = dict(zip(order, (image for each in known for image in each.images), strict=True))
-        of_row = [image for prompt in prompts.values() for image in prompt]
-        images = row_images([image for each in known for image in each.images], of_row, self._device)
+        prompts = [inside for inside in images_of_segments(batch.lengths.tolist(), placed) if inside]
+        known = [self._features(policy, [placed[index] for index in prompt]) for prompt in prompts]
+        order = [index for prompt in prompts for index in prompt]
+        prepared = [image for each in known for image in each.images]
+        images = row_images(prepared, [placed[index] for index in order], self._device)
         stacks = [each.deepstack for each in known if each.deepstack is not None]
         images.features = ImageFeatures(
             self._joined([each.rows for each in known]),
             [self._joined(list(layer)) for layer in zip(*stacks, strict=True)] if stacks else None,
         )
+        by_index = dict(zip(order, prepared, strict=True))
         return [by_index[index] for index in range(len(placed))], images
 
     def _joined(self, rows: list[Tensor]) -> Tensor:
