@@ -128,11 +128,10 @@ class TemplateRenderer:
         if not sample.images:
             return self.encode(text, chat), []
         assert self._images is not None
-        expanded = self.expanded(text, sample)
-        tokens, offsets = encode_with_offsets(self.tokenizer, expanded.text, not chat)
+        tokens, places = self._images.encode(self.expanded(text, sample), not chat)
         if not chat and tokens.size and tokens[-1] == self.tokenizer.eos_token_id:
-            tokens, offsets = tokens[:-1], offsets[:-1]
-        return tokens, self._images.places(tokens, offsets[:, 0], expanded.spans)
+            tokens = tokens[:-1]
+        return tokens, places
 
     def encode(self, text: str, chat: bool) -> np.ndarray:
         """Tokenizes a text: int32 `[tokens]`. Plain text gets the tokenizer's beginning-of-sequence token, but no

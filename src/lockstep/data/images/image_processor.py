@@ -204,14 +204,18 @@ class ImageProcessor:
         Raises:
             ImageRefused, PlaceholderMismatch: as `expand_text`.
         """
-        expanded = self.expand_text(text, [image.size for image in images])
-        tokens, offsets = encode_with_offsets(self.tokenizer, expanded.text, special_tokens)
-        places = self.places(tokens, offsets[:, 0], expanded.spans)
+        tokens, places = self.encode(self.expand_text(text, [image.size for image in images]), special_tokens)
         placed = [
             PlacedImage(image.digest, where, size=image.size, resized=image.resized)
             for image, where in zip(images, places, strict=True)
         ]
         return tokens, placed
+
+    def encode(self, expanded: ExpandedText, special_tokens: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Tokenizes an expanded text: the tokens, int32 `[tokens]`, and the places of each image's features, int32
+        `[features]`."""
+        tokens, offsets = encode_with_offsets(self.tokenizer, expanded.text, special_tokens)
+        return tokens, self.places(tokens, offsets[:, 0], expanded.spans)
 
     def places(self, tokens: np.ndarray, begins: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Returns the places of the features of each image: int32 `[features]` each.
