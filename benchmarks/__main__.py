@@ -4,6 +4,7 @@
     script/benchmark fixed tail                  some workloads
     script/benchmark preference                  DPO with prompts of 32 and 512 tokens
     script/benchmark preference floors           and the matrix products of the same tokens
+    script/benchmark vision                      GRPO with images beside TRL: three minutes
     script/benchmark losses                      each step's loss beside TRL's other trainers: two minutes
     script/benchmark async                       not part of the full set: generation ahead of training, ten minutes
     script/benchmark ppo                         PPO beside GRPO, CPU time by stage and role: five minutes
@@ -56,7 +57,8 @@ def main() -> None:
         print("\n".join(ppo_beside_grpo.table(lines)))
         return
     if not options.table:
-        if options.works != [ASYNC] and not peer_installed():
+        peers = any(side.program == "trl" for work in works for side in work.sides) or GENERATION in options.works
+        if peers and not peer_installed():
             raise SystemExit("TRL is not in build/peer: use script/benchmark, which puts it there")
         if options.works == [LOSSES]:
             step_losses.main(folder, tell)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ def main(folder: Path) -> None:
         with open_run(prepared) as run:
             paced: Any = Paced(run, pacer)
             if isinstance(run.config, SFTConfig):
-                run.roles.samples = CountedDocuments(run.roles.samples, pacer)  # type: ignore[assignment]
+                data = run.roles.data
+                counted: Any = CountedDocuments(data.samples, pacer)
+                run.roles.data = replace(data, samples=counted)
                 _until_stopped(lambda: sft(paced, run.config))
             elif isinstance(run.config, PreferenceConfig):
                 _until_stopped(lambda: preference(paced, run.config))

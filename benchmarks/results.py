@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.comparison_table import Line, comparison, floors, generation, overhead
 from benchmarks.runner import PEER, ROOT
 from benchmarks.staleness import ahead_table
-from benchmarks.workloads import MODEL, Work, lockstep_config, trl_arguments
+from benchmarks.workloads import MODEL, VISION, Work, lockstep_config, trl_arguments
 
 RAW, SETTINGS, TABLE = "raw.jsonl", "settings.json", "table.md"
 
@@ -41,6 +41,7 @@ def settings(works: Sequence[Work]) -> dict[str, Any]:
     make = {"lockstep": lockstep_config, "trl": trl_arguments}
     return {
         "model": asdict(MODEL),
+        "vision_model": asdict(VISION),
         **{work.name: {s.name: make[s.program](work, s, folder, 0) for s in work.sides} for work in works},
     }
 

@@ -168,6 +168,7 @@ def ordered(work: Work, side: Side, folder: Path, steps: int, model: TinyModel =
     else:
         arguments = trl_arguments(work, side, folder, steps)
         order = {"kind": work.kind, "arguments": arguments, "lengths": table.ravel().tolist()}
+        order["images"] = work.vision is not None
     (folder / f"{side.program}.json").write_text(json.dumps(order))
     return [sys.executable, "-m", f"benchmarks.{side.program}_side", str(folder)]
 

@@ -11,8 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from datasets import Image, load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from benchmarks.length_table import force_generate
@@ -48,14 +54,21 @@ def main(folder: Path) -> None:
     pacer = Pacer()
     order = json.loads((folder / "trl.json").read_text())
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     rows = load_dataset("json", data_files=str(folder / "data.jsonl"), split="train")
+    processing: Any
+    if order["images"]:
+        rows = rows.cast_column("image", Image())
+        processing = AutoProcessor.from_pretrained(folder / "model")
+        tokenizer, loader = processing.tokenizer, AutoModelForImageTextToText
+    else:
+        processing = tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        loader = AutoModelForCausalLM
+    model = loader.from_pretrained(folder / "model", dtype=torch.float32)
     if order["kind"] == "grpo":
         force_generate(model, np.asarray(order["lengths"]), tokenizer.eos_token_id)
         config = GRPOConfig(**order["arguments"])
         trainer: Any = GRPOTrainer(
-            model, reward_funcs=signal, args=config, train_dataset=rows, processing_class=tokenizer
+            model, reward_funcs=signal, args=config, train_dataset=rows, processing_class=processing
         )
     elif order["kind"] == "preference":
         trainer = DPOTrainer(

@@ -11,13 +11,34 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from PIL import Image
 
 from lockstep.models.tiny_model import TinyModel, make_tiny
+from lockstep.models.vision.tiny_vision import TinyVision, make_tiny_vision
 
 MODEL = TinyModel(hidden=256, layers=4, heads=4, kv_heads=2, ffn=768, max_length=1024, seed=1)
 """Qwen2, 3.2 M parameters, tied embeddings, random weights."""
 TOY = TinyModel(hidden=32, layers=1, heads=2, kv_heads=1, ffn=64, max_length=1024, seed=1)
 """The model of `--quick`."""
+VISION = TinyVision(
+    "gemma3",
+    hidden=256,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    ffn=768,
+    max_length=1024,
+    vision_hidden=128,
+    vision_layers=4,
+    vision_heads=4,
+    vision_ffn=512,
+    image_size=448,
+    patch=14,
+    merge=2,
+    seed=1,
+)
+"""Gemma 3: 3.2 M parameters and a tower of 1.0 M; 1,024 patches of an image become 256 tokens. Its processor needs no
+torchvision, which TRL would need for Qwen-VL's."""
 
 LETTERS = string.ascii_letters + string.digits
 
@@ -61,6 +82,8 @@ class Work:
     """Length of a completion, or of a document in SFT."""
     tail: bool = False
     """Completions' lengths are exponential with mean `max_tokens / 3`, at most `max_tokens`; otherwise all maximal."""
+    vision: TinyVision | None = None
+    """The model, if each prompt has an image, of the model's `image_size`."""
     details: int = 0
     """Steps after the measured ones in which the stages of Lockstep are measured."""
 
@@ -96,9 +119,19 @@ def texts(sizes: Iterable[int], seed: int = 9) -> list[str]:
 
 def prepare(work: Work, folder: Path, steps: int, model: TinyModel = MODEL) -> None:
     """Write model and data for so many steps into `folder`: `model/` and `data.jsonl`, whose rows are used in order."""
-    make_tiny(folder / "model", model)
+    if work.vision:
+        make_tiny_vision(folder / "model", work.vision)
+    else:
+        make_tiny(folder / "model", model)
     if work.kind == "grpo":
-        lines = [{"prompt": text} for text in texts([work.prompt_tokens] * steps * work.prompts)]
+        prompts = texts([work.prompt_tokens] * steps * work.prompts)
+        lines: list[dict[str, Any]] = [{"prompt": text} for text in prompts]
+        if work.vision:
+            images = draw_images(folder, len(prompts), work.vision.image_size)
+            lines = [
+                {"prompt": [{"role": "user", "content": text}], "image": str(image)}
+                for text, image in zip(prompts, images, strict=True)
+            ]
     elif work.kind == "preference":
         letters = np.maximum(lengths(work, steps) - 1, 1)  # the end of sequence is a token, too
         columns = {
@@ -110,6 +143,15 @@ def prepare(work: Work, folder: Path, steps: int, model: TinyModel = MODEL) -> N
     else:
         lines = [{"text": text} for text in texts(document_lengths(work, steps).tolist())]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def draw_images(folder: Path, count: int, side: int) -> list[Path]:
+    """PNG files of coloured noise, each different."""
+    draw = np.random.default_rng(12)
+    paths = [folder / f"image-{number}.png" for number in range(count)]
+    for path in paths:
+        Image.fromarray(draw.integers(0, 256, (side, side, 3), np.uint8)).save(path)
+    return paths
 
 
 def lockstep_config(work: Work, side: Side, folder: Path, steps: int) -> dict[str, Any]:
@@ -278,6 +320,20 @@ WORKS: dict[str, Work] = {
             group=1,
             max_tokens=512,
         ),
+        Work(
+            "vision",
+            "GRPO, 4 prompts x 8, 64 tokens each, an image of 448 x 448 pixels and 32 tokens per prompt",
+            "grpo",
+            (
+                _lockstep(2),
+                _trl("trl", "TRL, micro-batch 32", 32, 2),
+                _trl("trl default", "TRL, micro-batch 8 (its default)", 8, 2),
+            ),
+            {"trl": 4.0, "trl default": 4.0},
+            prompts=4,
+            vision=VISION,
+            details=2,
+        ),
         _dpo("dpo", 32, 1.5),
         _dpo("dpo512", 512, 2.5),
         _dpo("dpo-tail", 32, 1.5, tail=True),
@@ -296,5 +352,9 @@ def quick(work: Work) -> Work:
         settings = merged(side.settings, small) if side.program == "trl" else side.settings
         sides.append(replace(side, settings=settings, steps=1, warm=False))
     tokens, details = (64 if work.kind == "sft" else 4), min(work.details, 1)
-    small_work = {"prompts": 2, "group": group, "prompt_tokens": 8, "max_tokens": tokens, "details": details}
+    small_work: dict[str, Any] = {"prompts": 2, "group": group, "prompt_tokens": 8, "max_tokens": tokens}
+    if work.vision:
+        sizes = {"hidden": 32, "layers": 1, "ffn": 64, "vision_hidden": 16, "vision_layers": 1, "vision_ffn": 32}
+        small_work["vision"] = replace(work.vision, **sizes, kv_heads=1, image_size=28)
+    small_work["details"] = details
     return replace(work, sides=tuple(sides), **small_work)

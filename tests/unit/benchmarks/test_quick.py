@@ -10,9 +10,9 @@ from benchmarks.runner import ROOT, environment, peer_installed
 from benchmarks.workloads import Side
 
 
-def measured(work, folder):
+def measured(work, folder, *options):
     """What the command printed and recorded."""
-    command = [sys.executable, "-m", "benchmarks", "--quick", work, "--out", str(folder)]
+    command = [sys.executable, "-m", "benchmarks", "--quick", work, "--out", str(folder), *options]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(Side("here", "lockstep")), capture_output=True, text=True, timeout=580
     )  # fmt: skip
@@ -33,6 +33,23 @@ def test_one_tiny_repeat_of_both_sides(tmp_path):
     assert {"rollout", "reward", "ledger", "pack", "train", "publish"} <= set(details)
     assert (tmp_path / "table.md").read_text() in said
     assert "Lockstep / peer" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not peer_installed(), reason="TRL is not in build/peer: run script/benchmark once")
+def test_both_sides_train_on_the_same_images(tmp_path):
+    _, lines = measured("vision", tmp_path)
+    assert {line["side"] for line in lines if "work" in line} == {"lockstep", "trl", "trl default"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("work", ["sft", pytest.param("vision", marks=pytest.mark.slow)])
+def test_lockstep_alone_needs_no_trl(work, tmp_path):
+    _, lines = measured(work, tmp_path, "--side", "lockstep")
+    (line,) = [line for line in lines if "work" in line]
+    assert line["cpu_s"] > 0
+    assert (line["tokens"] > 0) == (work == "sft")
 
 
 @pytest.mark.slow
