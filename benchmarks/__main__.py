@@ -1,6 +1,6 @@
 """Compares Lockstep with TRL and prints the table: `script/benchmark`, which installs TRL first.
 
-    script/benchmark                             everything, five repeats: about 20 minutes on two quiet cores
+    script/benchmark                             everything, five repeats: about 25 minutes on two quiet cores
     script/benchmark fixed tail                  some workloads
     script/benchmark preference                  DPO with prompts of 32 and 512 tokens
     script/benchmark preference floors           and the matrix products of the same tokens
