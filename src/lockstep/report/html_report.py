@@ -29,6 +29,7 @@ from lockstep.report.run_incidents import (
 )
 from lockstep.report.run_summary import (
     EXACT_MATCH,
+    HELD_OUT_REWARD,
     committed_rows,
     early_stop,
     package_versions,
@@ -99,6 +100,7 @@ class IncidentTimeline:
 
 CHARTS = (
     Chart("Exact match on held-out prompts", (EXACT_MATCH,), "share", bounded=True),
+    Chart("Reward on held-out prompts", (HELD_OUT_REWARD,), "per completion"),
     Chart("Reward", ("reward/mean", "reward/std"), "per completion"),
     Chart("Loss", ("policy/loss", "eval/loss"), "training, held-out"),
     Chart("Pair accuracy", ("rewards/accuracies", "policy/accuracy", "eval/accuracy"), "share", bounded=True),
@@ -247,7 +249,7 @@ def metric_curves(rows: list[MetricsRow], evaluations: list[EvaluationRow]) -> d
 def _charts(curves: Mapping[str, Any]) -> list[Chart]:
     terms = tuple(name for name in curves if _REWARD_TERM.fullmatch(name))
     reward = [Chart("Reward by term", terms, "before weights")] if terms else []
-    return [*CHARTS[:2], *reward, *CHARTS[2:]]
+    return [*CHARTS[:3], *reward, *CHARTS[3:]]
 
 
 def _other_charts(curves: Mapping[str, Any]) -> list[Chart]:
@@ -281,10 +283,11 @@ def _tiles(
     ledger: Ledger, rows: list[MetricsRow], evaluations: list[EvaluationRow], incidents: list[Incident]
 ) -> list[SummaryTile]:
     tiles = []
-    exact = [row.metrics[EXACT_MATCH] for row in evaluations if EXACT_MATCH in row.metrics]
-    if exact:
-        note = f"from {format_number(exact[0])}, best {format_number(max(exact))}" if len(exact) > 1 else ""
-        tiles.append(SummaryTile("exact match", format_number(exact[-1]), note))
+    for title, metric in (("exact match", EXACT_MATCH), ("held-out reward", HELD_OUT_REWARD)):
+        values = [row.metrics[metric] for row in evaluations if metric in row.metrics]
+        if values:
+            note = f"from {format_number(values[0])}, best {format_number(max(values))}" if len(values) > 1 else ""
+            tiles.append(SummaryTile(title, format_number(values[-1]), note))
     rewards = [row.values["reward/mean"] for row in rows if "reward/mean" in row.values]
     if rewards:
         tiles.append(SummaryTile("reward", format_number(rewards[-1]), f"from {format_number(rewards[0])}"))

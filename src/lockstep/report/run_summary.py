@@ -10,7 +10,7 @@ from lockstep.ledger import EvaluationRow, Ledger, MetricsRow
 from lockstep.ledger.durable_files import replace_file
 from lockstep.report.run_incidents import incidents_of
 
-EXACT_MATCH = "eval/exact_match"
+EXACT_MATCH, HELD_OUT_REWARD = "eval/exact_match", "eval/reward_mean"
 PARENT_EVENT = "parent"
 """The ledger event of a new run that starts from another one's checkpoint."""
 _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "pyarrow", "ray", "vllm", "deepspeed")
@@ -98,14 +98,20 @@ def package_versions() -> dict[str, str]:
 
 
 def _evaluation_summary(evaluations: list[EvaluationRow]) -> dict[str, Any]:
-    """Returns first, final and best exact match (`best_step`: steps done at the best), and all metrics of the last
-    evaluation."""
-    scored = [row for row in evaluations if EXACT_MATCH in row.metrics]
-    best = max(scored, key=lambda row: row.metrics[EXACT_MATCH], default=None)
-    exact = {
-        "first": scored[0].metrics[EXACT_MATCH] if scored else None,
-        "final": scored[-1].metrics[EXACT_MATCH] if scored else None,
-        "best": best.metrics[EXACT_MATCH] if best else None,
+    """Returns first, final and best exact match, the same of the reward if held-out prompts were scored (`best_step`:
+    steps done at the best), and all metrics of the last evaluation."""
+    found: dict[str, Any] = {EXACT_MATCH: _first_final_best(evaluations, EXACT_MATCH)}
+    if any(HELD_OUT_REWARD in row.metrics for row in evaluations):
+        found[HELD_OUT_REWARD] = _first_final_best(evaluations, HELD_OUT_REWARD)
+    return {**found, "evaluation": evaluations[-1].metrics if evaluations else {}}
+
+
+def _first_final_best(evaluations: list[EvaluationRow], metric: str) -> dict[str, float | None]:
+    scored = [row for row in evaluations if metric in row.metrics]
+    best = max(scored, key=lambda row: row.metrics[metric], default=None)
+    return {
+        "first": scored[0].metrics[metric] if scored else None,
+        "final": scored[-1].metrics[metric] if scored else None,
+        "best": best.metrics[metric] if best else None,
         "best_step": best.step + 1 if best else None,
     }
-    return {EXACT_MATCH: exact, "evaluation": evaluations[-1].metrics if evaluations else {}}

@@ -178,6 +178,16 @@ def drawings(page):
     return re.findall(r"<svg.*?</svg>", whole, re.DOTALL)
 
 
+def test_the_reward_on_held_out_prompts_is_shown(tmp_path):
+    with make_run(tmp_path / "run", steps=4) as ledger:
+        assert "held-out prompts" in render_html(ledger) and "Reward on held-out prompts" not in render_html(ledger)
+        for step, reward in ((-1, 0.3125), (3, 0.7813)):
+            ledger.record_evaluation(step, {"eval/reward_mean": reward}, [])
+        page = render_html(ledger)
+    assert "Reward on held-out prompts" in page
+    assert re.search(r"held-out reward</div>.*?0\.781.*?from 0\.312", page, re.DOTALL)
+
+
 def test_curves(tmp_path):
     with make_run(tmp_path / "run", steps=40) as ledger:
         curves = metric_curves(ledger.metrics_rows(), ledger.evaluations())

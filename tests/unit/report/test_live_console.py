@@ -205,7 +205,7 @@ def test_the_summary_of_a_resumed_run_covers_this_attempt(tmp_path):
             ledger.record_metrics(step, {"tokens/total": 10.0 * (step + 1)})
         ledger.record_checkpoint(1, folder / "checkpoints" / "00000002")
         for version, exact in ((0, 0.1), (2, 0.2), (4, 0.9)):
-            ledger.record_evaluation(version - 1, {"eval/exact_match": exact})
+            ledger.record_evaluation(version - 1, {"eval/exact_match": exact, "eval/reward_mean": 1 - exact})
         assert build_summary(ledger, "")["steps"]["done"] == 5
     with Ledger.resume(folder) as ledger:
         assert build_summary(ledger, "")["steps"]["done"] == 2, "nothing is done again yet"
@@ -213,6 +213,7 @@ def test_the_summary_of_a_resumed_run_covers_this_attempt(tmp_path):
         found = build_summary(ledger, "interrupted")
     assert (found["steps"]["done"], found["tokens"]) == (3, 30)
     assert (found["eval/exact_match"]["final"], found["eval/exact_match"]["best_step"]) == (0.2, 2)
+    assert found["eval/reward_mean"] == {"first": 0.9, "final": 0.8, "best": 0.9, "best_step": 0}
 
 
 def test_summary_of_a_run_that_did_nothing(tmp_path):
