@@ -46,6 +46,6 @@ def test_an_update_is_compared_with_both_goals():
 
 def test_generation_is_compared_with_both_settings_of_vllm():
     row = {"model": "3M", "work": "tail", "ours median": 1.0, "generate median": 1.0}
-    assert "| 1.00 | not measured | 0.95 |" in "\n".join(docs_tables.generate([row]))
-    text = "\n".join(docs_tables.generate([row | {"defaults median": 0.9}]))
-    assert "| 1.00 | 0.90 | 0.95 (not met) |" in text and "3M tail, its defaults 0.90, goal 0.95" in text
+    assert "| 1.00 | not measured |  | 0.95 |" in "\n".join(docs_tables.generate([row]))
+    text = "\n".join(docs_tables.generate([row | {"generate median": 1.2, "defaults median": 0.9}]))
+    assert "| 1.20 | 0.90 | 0.75 | 0.95 (not met) |" in text and "3M tail, its defaults 0.90, goal 0.95" in text
