@@ -115,8 +115,8 @@ def update(rows: Sequence[Row]) -> list[str]:
 
 
 def generate(rows: Sequence[Row]) -> list[str]:
-    """The table of `benchmarks.vllm_engine generate`. The limit of the speed over `LLM`'s defaults is what `LLM` itself has
-    with the engine's arguments, in the same run: on a CPU an engine that loads weights cannot use compiled code."""
+    """The table of `benchmarks.vllm_engine generate`. The speed over `LLM`'s defaults is limited to what `LLM` itself
+    has with the engine's arguments, in the same run: on a CPU an engine that loads weights cannot use compiled code."""
     out = markdown_head(
         "parameters",
         "work",
@@ -136,7 +136,8 @@ def generate(rows: Sequence[Row]) -> list[str]:
         goals += reached
         met = "0.95" if all(goal.met for goal in reached) else "0.95 (not met)"
         beside_defaults = ("not measured", "") if own is None else (f"{own:.2f}", f"{own / same:.2f}")
-        out.append(markdown(row["model"], row["work"], f"{row['ours median']:.2f} s", f"{same:.2f}", *beside_defaults, met))
+        cells = f"{row['ours median']:.2f} s", f"{same:.2f}", *beside_defaults, met
+        out.append(markdown(row["model"], row["work"], *cells))
     return [*out, "", *verdicts(goals), "", _about(rows)]
 
 
