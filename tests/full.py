@@ -1,4 +1,4 @@
-"""The long suites: every test marked `slow`, a few per process, two processes at a time. `script/test --full` calls it;
+"""The long suites: every test marked `slow`, some of a file per process, two processes at a time. `script/test --full` calls it;
 those that need Ray or vLLM are `script/test --ray --vllm`.
 
     tests/full.py                       everything that `full-results.json` has not passed with these sources already
@@ -41,8 +41,8 @@ MARKS = "slow and not ray and not vllm and not deepspeed"
 SLICE_S = 14 * 60.0
 UNKNOWN_S = 60.0
 """What a test is thought to take that never ran."""
-BATCH_S, BATCH = 240.0, 10
-"""A process gets so many tests at most: they share what is expensive to make."""
+BATCH_S, BATCH = 240.0, 40
+"""A process gets so many tests of a file at most: they share what is expensive to make."""
 LIMIT_S = 900.0
 """The most that one test may take, beyond pytest's own limit: a process that does not end is killed."""
 
@@ -246,7 +246,7 @@ def batches(nodes: Iterable[str], results: Results) -> list[Batch]:
     found: list[Batch] = []
     used = 0.0
     for node in sorted(nodes):
-        alike = found and found[-1].nodes[0].partition("[")[0] == node.partition("[")[0]
+        alike = found and found[-1].nodes[0].partition("::")[0] == node.partition("::")[0]
         if not alike or used > BATCH_S or len(found[-1].nodes) >= BATCH:
             found.append(Batch([]))
             used = 0.0

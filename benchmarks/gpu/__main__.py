@@ -95,10 +95,10 @@ class Results:
 def measure(options: argparse.Namespace, folder: Path, results: Results) -> None:
     import torch
 
-    from benchmarks.gpu.parts import PARTS  # imports torch
-
     if not options.cpu and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here: `script/gpu --cpu` is the dry run")
+    from benchmarks.gpu.parts import PARTS  # imports transformers too
+
     end, facts, digest = time.monotonic() + 60 * options.minutes, host_facts(), source_digest()
     for name in options.parts or NAMES:
         part = PARTS[name]

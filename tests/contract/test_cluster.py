@@ -53,9 +53,11 @@ def own_ray(folder: Path) -> AgentCluster:
 
 
 CLUSTERS: dict[str, Callable[[Path], AgentCluster]] = {"local": local, "relayed": relayed, "ray": own_ray}
+QUICK = ("local", pytest.param("relayed", marks=pytest.mark.slow))
+"""test_call_relays.py has what is particular to relays."""
 
 
-@pytest.fixture(scope="module", params=["local", "relayed", pytest.param("ray", marks=needs_ray)])
+@pytest.fixture(scope="module", params=[*QUICK, pytest.param("ray", marks=needs_ray)])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with CLUSTERS[request.param](tmp_path_factory.mktemp("run")) as made:
         yield made

@@ -49,7 +49,7 @@ def marks(kind: str) -> list[pytest.MarkDecorator]:
     found = [pytest.mark.xdist_group(f"trainer-{kind}"), pytest.mark.timeout(600)]
     if kind in tr.DEEPSPEED:
         found += NEEDS_DEEPSPEED
-    if kind in tr.LONG:
+    if kind in (*tr.LONG, replicated_trainer.KIND):
         found.append(pytest.mark.slow)
     return found
 

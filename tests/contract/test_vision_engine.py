@@ -27,8 +27,8 @@ from tests.contract.vision_prompts import PicturePrompt, VisionScene
 from tests.contract.vision_samples import picture
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
-FAST = ("qwen3_vl", "gemma3", "idefics3")
-"""Positions of three axes with DeepStack; attention in both directions and windows; tiles and ordinary positions."""
+FAST = ("qwen3_vl", "gemma3")
+"""Positions of three axes with DeepStack; attention in both directions and windows."""
 OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in VISION_FAMILIES if family not in FAST]
 
 

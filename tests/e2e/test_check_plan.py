@@ -1,7 +1,7 @@
 """`lockstep check CONFIG`: placement, memory and time, the self-test, and a trial run of two steps."""
 
+import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from lockstep.cli import app
 from lockstep.cli.check import check_plan
 from lockstep.cluster.placement.assignment import assign
 from lockstep.cluster.placement.bundles import NodeResources
@@ -34,14 +36,11 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.yaml"
 
 
-def check(file: Path, *words: str, **environment: str) -> tuple[int, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "check", str(file), *words, "--json"], cwd=file.parent, timeout=170,
-        capture_output=True, text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, json.loads(done.stdout)
+def check(file: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    with contextlib.chdir(file.parent):
+        done = CliRunner().invoke(app, ["check", str(file), *words, "--json"])
+    assert not isinstance(done.exception, Exception), done.exception
+    return done.exit_code, json.loads(done.stdout)
 
 
 def findings_of(report: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

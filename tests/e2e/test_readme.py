@@ -204,6 +204,9 @@ OTHER_PAGES = [
     )
 ]
 
+IN_LONG_SUITES = ("online.md", "preference.md", "reward-models.md")
+"""Pages with eight of nine trainings. What they train is trained elsewhere in the quick tests."""
+
 
 def page_commands(page: Path) -> Iterator[tuple[Block, str]]:
     """The commands of a page that are run, with their blocks."""
@@ -249,7 +252,11 @@ def test_the_commands_of_the_readme_run_in_their_order(
     assert "finished after 2 of 2" not in resumed and "is finished: 2 of 2 steps" in resumed
 
 
-@pytest.mark.parametrize("page", OTHER_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page.name in IN_LONG_SUITES else ()) for page in OTHER_PAGES],
+    ids=lambda page: page.name,
+)
 def test_the_commands_of_a_page_run_after_those_of_the_readme(
     page: Path, readme_outputs: dict[str, "subprocess.CompletedProcess[str]"], copy: Path
 ) -> None:

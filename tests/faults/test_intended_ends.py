@@ -200,6 +200,7 @@ def test_a_signal_to_a_watched_command_is_no_incident(
     assert "confirmed" not in errors and not (tmp_path / "incidents").exists(), errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_watched_command_is_no_incident(tmp_path: Path) -> None:
     """The terminal sends SIGINT to the command and to the watcher at once."""
     (tmp_path / "job.py").write_text(JOB)

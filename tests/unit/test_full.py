@@ -129,7 +129,7 @@ def module() -> ModuleType:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_slices_are_disjoint_and_whole_and_fit(module: ModuleType, tmp_path: Path, jobs: int) -> None:
     file = tmp_path / "results.json"
-    nodes = [f"tests/test_x.py::test_y[{n}]" for n in range(200)]
+    nodes = [f"tests/test_{'xyz'[n % 3]}.py::test_{'pq'[n % 2]}[{n}]" for n in range(200)]
     row = {"seed": 0, "outcome": "passed", "source": "s", "at": "", "machine": {}}
     file.write_text(json.dumps([{"node": node, "seconds": 10.0 + n, **row} for n, node in enumerate(nodes[:150])]))
     known = module.Results(file)
@@ -141,6 +141,6 @@ def test_slices_are_disjoint_and_whole_and_fit(module: ModuleType, tmp_path: Pat
     assert parts == module.slices(list(reversed(nodes)), 1, known, jobs), "the same on every machine"
     assert parts != module.slices(nodes, 2, known, jobs)
     for batch in (cut := module.batches(parts[0], known)):
-        assert len({node.partition("[")[0] for node in batch.nodes}) == 1
+        assert len({node.partition("::")[0] for node in batch.nodes}) == 1, "tests of a file share its fixtures"
         assert len(batch.nodes) <= module.BATCH
     assert sorted(node for batch in cut for node in batch.nodes) == sorted(parts[0])

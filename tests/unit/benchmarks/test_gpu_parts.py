@@ -90,6 +90,7 @@ def test_the_table_has_shares_of_what_the_device_can_do():
     assert table({"parts": {}}) == "No results yet.\n"
 
 
+@pytest.mark.slow
 def test_the_sampling_of_gpus_is_measured_where_there_is_a_driver(tmp_path, monkeypatch):
     FakeNvml(tmp_path, monkeypatch).set(gpu0__busy=100, gpu0__memory_busy=44, gpu0__power=350_000)
     done = _run("--cpu", "devices", "--out", str(tmp_path / "out"))
