@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.diagnose import PER_HOST
+from benchmarks.diagnosis_cost import PER_HOST
 from benchmarks.simulated_agents import Job
 from lockstep.base import waits
 from lockstep.base.folders import new_run_id

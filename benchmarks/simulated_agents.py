@@ -1,8 +1,9 @@
 """Node agents of many hosts in one process: `python -m benchmarks.simulated_agents`, with `Job` as JSON on stdin.
 
-Each host has its own port and speaks the agents' protocol with the run's token. It reports what `benchmarks.diagnose`
-simulates, and answers requests for evidence with a real beacon, log lines and environment for each process. The first
-line of the output has the addresses. Each further line on stdin is a command, answered by one line:
+Each host has its own port and speaks the agents' protocol with the run's token. It reports what
+`benchmarks.diagnosis_cost` simulates, and answers requests for evidence with a real beacon, log lines and environment
+for each process. The first line of the output has the addresses. Each further line on stdin is a command, answered by
+one line:
 
     healthy, waiting, stalled      what all hosts report from now on
     counts                         -> {"observed", "reports", "requests": {op: n}, "asked": {op: hosts}, "sent_bytes"}
@@ -18,7 +19,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.diagnose import ABOUT, PER_HOST, healthy, messages, stalled, with_liveness
+from benchmarks.diagnosis_cost import ABOUT, PER_HOST, healthy, messages, stalled, with_liveness
 from lockstep.base.folders import new_run_id
 from lockstep.base.limits import raise_descriptor_limit
 from lockstep.base.transport.auth_handshake import Listener

@@ -16,7 +16,7 @@ from lockstep.doctor.judge.scoring import Candidate, Judgement, rank_candidates
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
 from lockstep.doctor.logs.log_parser import parse_logs
 from lockstep.doctor.logs.log_sources import collect_sources
-from lockstep.doctor.logs.parsed_log import RuleMatch
+from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch
 from lockstep.watch.diagnosis.verdict import (
     MIN_ACTION_CONFIDENCE,
     Alternative,
@@ -72,6 +72,20 @@ class Explanation:
     """The verdicts of incidents or dumps that replaced the verdict of the logs; `verdict` is the first of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """What the files of a job hold, before anything is concluded from it.
+
+    Attributes:
+        prior: The verdicts of its incidents and dumps.
+        gaps: The files that could not be read.
+    """
+
+    logs: Sequence[ParsedLog]
+    prior: prior_verdicts.PriorVerdicts
+    gaps: list[str]
+
+
 def explain(
     paths: Sequence[str], folders: Sequence[Path] = (), *, ranks: str | None = None, world_size: int | None = None
 ) -> Explanation:
@@ -88,16 +102,27 @@ def explain(
         InvalidRule: A knowledge file violates the schema.
     """
     rules = load_knowledge(*folders)
+    return judge_job(read_job(paths, rules, ranks=ranks, world_size=world_size), rules)
+
+
+def read_job(
+    paths: Sequence[str], rules: KnowledgeBase, *, ranks: str | None = None, world_size: int | None = None
+) -> JobRecord:
+    """Reads the files of a job, with the arguments of `explain`."""
     found = collect_sources(list(paths))
     prior = prior_verdicts.read_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
-    logs = parse_logs(found, rules)
-    history = build_history(logs)
+    return JobRecord(parse_logs(found, rules), prior, found.gaps)
+
+
+def judge_job(job: JobRecord, rules: KnowledgeBase) -> Explanation:
+    """Derives the verdict from what was read."""
+    history = build_history(job.logs)
     judgement = rank_candidates(history, [each for detect in _DETECTORS for each in detect(history)])
-    verdict = _verdict(judgement, history, rules, found.gaps)
-    recorded = prior_verdicts.overriding_verdicts(verdict, prior, logs_read=bool(logs))
+    verdict = _verdict(judgement, history, rules, job.gaps)
+    recorded = prior_verdicts.overriding_verdicts(verdict, job.prior, logs_read=bool(job.logs))
     if recorded:
-        return Explanation(recorded[0], history, judgement, rules, found.gaps, recorded)
-    return Explanation(prior_verdicts.merge_dumps(verdict, prior), history, judgement, rules, found.gaps)
+        return Explanation(recorded[0], history, judgement, rules, job.gaps, recorded)
+    return Explanation(prior_verdicts.merge_dumps(verdict, job.prior), history, judgement, rules, job.gaps)
 
 
 def _verdict(judgement: Judgement, history: JobHistory, rules: KnowledgeBase, gaps: Sequence[str]) -> Verdict:

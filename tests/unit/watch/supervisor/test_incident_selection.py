@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.diagnose import healthy, in_world, stalled
+from benchmarks.diagnosis_cost import healthy, in_world, stalled
 from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable, WaitEdge
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, CommunicatorInfo, Liveness, ProcessInfo, WaitCondition
 from lockstep.watch.diagnosis.verdict import Culprit, StalledCollective, Verdict, VerdictKind, VerdictLevel, WaitLink

@@ -1,4 +1,4 @@
-"""What a verdict costs at scale: `python -m benchmarks.diagnose`. Prints a table.
+"""What a verdict costs at scale: `python -m benchmarks.diagnosis_cost`. Prints a table.
 
 16,384 ranks in 4 communicators each (all, data, tensor and pipeline parallel: 8 x 16 x 128), with two calls per
 membership, healthy and with each kind of fault, one culprit, everybody else waiting for it directly or in turn. Beside

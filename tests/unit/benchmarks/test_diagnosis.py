@@ -1,0 +1,81 @@
+"""Verdicts about jobs with known causes, without the signatures that only one job fires; and how that is measured."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.case_corpus import OWN_CASES, read_corpus
+from benchmarks.diagnosis import (
+    ReadCase,
+    answer,
+    by_case,
+    by_family,
+    calibration_error,
+    calibration_lines,
+    function_effects,
+    left_out_answers,
+    own_rules,
+    read_cases,
+    share,
+)
+from lockstep.doctor.judge.log_diagnosis import judge_job, read_job
+from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
+
+FLOORS: dict[Callable[[ReadCase], object], tuple[int, int]] = {by_case: (11, 6), by_family: (10, 4)}
+"""Right classes and culprits on the development half, with the signatures of each case or family left out. They may
+only rise."""
+
+
+@pytest.fixture(scope="module")
+def rules() -> KnowledgeBase:
+    return load_knowledge()
+
+
+@pytest.fixture(scope="module")
+def cases(rules: KnowledgeBase) -> list[ReadCase]:
+    return read_cases([OWN_CASES / "development"], rules)
+
+
+@pytest.mark.parametrize("group", FLOORS, ids=["case", "family"])
+def test_verdicts_do_not_rest_on_signatures_of_one_case(
+    group: Callable[[ReadCase], object], cases: list[ReadCase], rules: KnowledgeBase
+) -> None:
+    answers = left_out_answers(cases, rules, group)
+    classes, _, culprits, _ = share(answers)
+    wrong = [each.case.name for each in answers if not each.class_right or each.culprits_right is False]
+    assert (classes, culprits) == FLOORS[group], f"a floor to raise, or a fall: wrong are {wrong}"
+
+
+def test_a_left_out_signature_is_one_that_does_not_exist(cases: list[ReadCase], rules: KnowledgeBase) -> None:
+    own = own_rules(cases, by_case)
+    for read in cases:
+        gone = own[by_case(read)]
+        fewer = replace(rules, rules=tuple(each for each in rules.rules if each.id not in gone))
+        real = judge_job(read_job([str(read.case.folder)], fewer), fewer).verdict
+        found = answer(read, rules, gone).verdict
+        assert (found.cause, found.culprits) == (real.cause, real.culprits), read.case.name
+
+
+def test_the_calibration_error_is_the_mean_gap_between_confidence_and_success(
+    cases: list[ReadCase], rules: KnowledgeBase
+) -> None:
+    assert calibration_error(np.array([0.95, 0.95, 0.35, 1.0]), np.array([1.0, 0.0, 1.0, 1.0])) == pytest.approx(
+        (abs(2.9 - 2) + abs(0.35 - 1)) / 4
+    )
+    answers = left_out_answers(cases, rules, by_case)
+    assert calibration_lines(answers) == calibration_lines(answers)
+
+
+def test_a_function_that_decides_cases_has_an_effect(cases: list[ReadCase], rules: KnowledgeBase) -> None:
+    plain = [answer(read, rules) for read in cases]
+    effects = {each.name: each for each in function_effects(cases, rules, plain, "scoring._add_benign")}
+    assert effects["scoring._add_benign: none"].classes_gained < 0
+    assert [answer(read, rules).said for read in cases] == [each.said for each in plain]
+
+
+def test_a_folder_without_causes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no corpus of cases"):
+        read_corpus(tmp_path)
