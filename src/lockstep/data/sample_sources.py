@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig
 from lockstep.data.chat_templates import TemplateRenderer
 from lockstep.data.dataset_format import DatasetFormat, DatasetSample
@@ -206,11 +207,12 @@ class DatasetSource(SampleSource[Sample]):
             problems = self._images.problems([self._format.read(row).image_values for row in chosen])
             found |= {row: problem for row, problem in zip(chosen, problems, strict=True) if problem is not None}
         if found:
-            first = self._rows.data_error(*next(iter(found.items())))
+            row, problem = next(iter(found.items()))
             if len(found) == len(self._rows):
-                raise first
-            count = f"{len(found)} of {len(self._rows)} rows"
-            logger.warning("%s: %s have unusable images and are left out; the first: %s", self.path, count, first)
+                raise self._rows.data_error(row, problem)
+            count = f"{count_noun(len(found), 'row')} with unusable images, of {len(self._rows):,}"
+            first = f"the first, {self._rows.place(row)[1]}: {problem}"
+            logger.warning("%s: left out %s; %s", self.path, count, first)
         return frozenset(found)
 
     def _read(self, row: int) -> DatasetSample:
