@@ -150,7 +150,18 @@ class VllmEngineConfig(Section):
                     f"extra has {name} {value!r}: with several batches in flight, or several engines in one, it is "
                     "unknown which weights made a token; leave it out (rollout.engine.count sets the number of engines)"
                 )
+        limits = self.extra.get("limit_mm_per_prompt", {})
+        if not isinstance(limits, dict) or not all(isinstance(_count(each), int) for each in limits.values()):
+            raise ValueError(
+                f"extra has limit_mm_per_prompt {limits!r}: give a number for each modality, such as {{image: 2}}"
+            )
         return self
+
+    @property
+    def image_limit(self) -> int | None:
+        """The most images of a prompt that vLLM is to expect, by `extra.limit_mm_per_prompt`; None if it says none."""
+        limit: int | None = _count(self.extra.get("limit_mm_per_prompt", {}).get("image"))
+        return limit
 
 
 _MODEL_FIELDS = {
@@ -163,9 +174,17 @@ _SET_BY_LOCKSTEP = {
     "weight_transfer_config": "weights come from the trainer",
     "worker_extension_cls": "weights come from the trainer",
     "enable_sleep_mode": "it follows placement.colocate",
+    "mm_processor_kwargs": "images are prepared as model.vision says",
 }
 _FIXED_VALUES = {"async_scheduling": False, "pipeline_parallel_size": 1, "data_parallel_size": 1}
 """The only allowed values."""
+
+
+def _count(limit: Any) -> Any:
+    """The number in a value of vLLM's `limit_mm_per_prompt`, which may also have the size of the largest image."""
+    return limit.get("count", 999) if isinstance(limit, dict) else limit
+
+
 VLLM_MAX_TEMPERATURE = 2.0
 """vLLM's highest temperature."""
 

@@ -11,6 +11,7 @@ import numpy as np
 from lockstep.config.data import DatasetConfig, MixtureSource, TrainingDataConfig
 from lockstep.config.run_config import DataKind
 from lockstep.data.datasets import load_rows
+from lockstep.data.images.image_usage import ImageUsage
 from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.sample_order import EpochOrder, make_uid, random_fractions
 from lockstep.data.sample_sources import DatasetSource, Sample, SampleSource
@@ -135,8 +136,8 @@ class MixedSource(SampleSource[Sample]):
         return self._sources
 
     @property
-    def has_images(self) -> bool:
-        return any(source.has_images for source in self._sources)
+    def image_usage(self) -> ImageUsage:
+        return sum((source.image_usage for source in self._sources), ImageUsage())
 
     def prefetch(self, rows: Sequence[int]) -> None:
         for source, inner in map(self._find, rows):

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
+from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig
 from lockstep.data.chat_templates import TemplateRenderer
 from lockstep.data.dataset_format import DatasetFormat, DatasetSample
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
 from lockstep.data.images.image_content import UnusableImage
+from lockstep.data.images.image_usage import ImageTally, ImageUsage
 from lockstep.data.row_lengths import MEASURED_ROWS, LengthLimit, length_problem, select_fitting_rows
 from lockstep.data.sample_order import EpochOrder, SampleOrder, make_uid, parse_uid, permutation
 from lockstep.data.samples import Document, LabelledCompletion, Pair, PlacedImage, Prompt
@@ -84,9 +86,14 @@ class SampleSource(ABC, Generic[Sample]):
         return samples
 
     @property
-    @abstractmethod
     def has_images(self) -> bool:
         """Whether some samples have images."""
+        return self.image_usage.images > 0
+
+    @property
+    @abstractmethod
+    def image_usage(self) -> ImageUsage:
+        """The images of the samples."""
 
     @abstractmethod
     def prefetch(self, rows: Sequence[int]) -> None:
@@ -125,7 +132,7 @@ class DatasetSource(SampleSource[Sample]):
         images: "ImageLoader | None" = None,
     ) -> None:
         self._rows, self._limit, self._images = rows, limit, images
-        self._has_images = False  # until a row has one
+        self._tally = ImageTally(len(rows))
         self._format = DatasetFormat(rows, cfg)
         self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn, images.processor if images else None)
         unusable = self._rows_with_unusable_images() if images is not None and images.skips else frozenset()
@@ -134,6 +141,7 @@ class DatasetSource(SampleSource[Sample]):
         kept = self._select_useful(fitting)
         self.dropped = len(rows) - kept.size
         self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
+        self._usage = self._tally.usage(kept)
 
     def __len__(self) -> int:
         return int(self._order.rows.size)
@@ -168,13 +176,14 @@ class DatasetSource(SampleSource[Sample]):
             raise DataError(self._rows.path, f"holding out {count} of {rows.size} rows leaves none to train on", remedy)
         drawn = permutation(rows.size, HOLD_OUT_KEY, self._order.seed)
         self._order = EpochOrder(np.sort(rows[drawn[count:]]), self._order.seed, self._order.shuffle)
+        self._usage = self._tally.usage(self._order.rows)
         held_out = np.sort(rows[drawn[:count]]).tolist()
         self.prefetch(held_out)
         return [self.sample(row) for row in held_out]
 
     @property
-    def has_images(self) -> bool:
-        return self._has_images
+    def image_usage(self) -> ImageUsage:
+        return self._usage
 
     def prefetch(self, rows: Sequence[int]) -> None:
         if self._images is None:
@@ -198,11 +207,12 @@ class DatasetSource(SampleSource[Sample]):
             problems = self._images.problems([self._format.read(row).image_values for row in chosen])
             found |= {row: problem for row, problem in zip(chosen, problems, strict=True) if problem is not None}
         if found:
-            first = self._rows.data_error(*next(iter(found.items())))
+            row, problem = next(iter(found.items()))
             if len(found) == len(self._rows):
-                raise first
-            count = f"{len(found)} of {len(self._rows)} rows"
-            logger.warning("%s: %s have unusable images and are left out; the first: %s", self.path, count, first)
+                raise self._rows.data_error(row, problem)
+            count = f"{count_noun(len(found), 'row')} with unusable images, of {len(self._rows):,}"
+            first = f"the first, {self._rows.place(row)[1]}: {problem}"
+            logger.warning("%s: left out %s; %s", self.path, count, first)
         return frozenset(found)
 
     def _read(self, row: int) -> DatasetSample:
@@ -217,7 +227,8 @@ class DatasetSource(SampleSource[Sample]):
             sample.images = self._images.find(sample.image_values)
         except UnusableImage as bad:
             raise self._rows.data_error(row, bad) from bad
-        self._has_images = True
+        expansion, count = self._images.processor.expansion, len(sample.images)
+        self._tally.note(row, [(each.size, expansion(each.size, count).features) for each in sample.images])
         return sample
 
     def _placed(self, row: int, sample: DatasetSample, places: Sequence[np.ndarray]) -> list[PlacedImage]:

@@ -161,6 +161,10 @@ def text_reward(text: str, answer: Any, term: TextAnswerReward) -> float:
     if term.compare == "list":
         return _list_f1(_items(part), _items(answer))
     right = [str(each) for each in answer] if isinstance(answer, list | tuple) else [str(answer)]
+    if term.compare == "edit_distance":
+        return max((_edit_similarity(part.strip(), _untagged(each)) for each in right), default=0.0)
+    if term.compare == "ratio":
+        return max((_ratio(_on_one_line(part), _on_one_line(_untagged(each))) for each in right), default=0.0)
     form = str.strip if term.compare == "exact" else normalized
     return float(form(part) in {form(_untagged(each)) for each in right})
 
@@ -186,6 +190,61 @@ def _list_f1(given: list[str], expected: list[str]) -> float:
     if not given and not expected:
         return 1.0
     return 2 * common / (len(given) + len(expected))
+
+
+def _on_one_line(text: str) -> str:
+    """What VLM-R1 compares of a text: in lower case, without line breaks and a full stop at the end."""
+    return " ".join(text.split()).rstrip(".").lower()
+
+
+def _edit_similarity(text: str, other: str) -> float:
+    """1 - Levenshtein distance / length of the longer text; 1 for two empty texts."""
+    return 1 - edit_distance(text, other) / max(len(text), len(other), 1)
+
+
+def _ratio(text: str, other: str) -> float:
+    """1 - (insertions and deletions that turn a text into the other) / length of both; 1 for two empty texts."""
+    total = len(text) + len(other)
+    return 2 * common_subsequence(text, other) / total if total else 1.0
+
+
+def edit_distance(text: str, other: str) -> int:
+    """Returns the Levenshtein distance of two texts: the fewest insertions, deletions and substitutions of characters.
+
+    A column of the table of distances is two integers, a bit for each character of `text`: where it is one more than
+    above, and where one less (Myers 1999, https://doi.org/10.1145/316542.316550, as in Hyyroe 2003).
+    """
+    if not text:
+        return len(other)
+    places, every, last = _places(text), (1 << len(text)) - 1, 1 << (len(text) - 1)
+    more, less, distance = every, 0, len(text)
+    for character in other:
+        equal = places.get(character, 0)
+        diagonal = (((equal & more) + more) ^ more) | equal | less
+        right_more, right_less = (less | ~(diagonal | more)) & every, more & diagonal
+        distance += bool(right_more & last) - bool(right_less & last)
+        right_more, right_less = (right_more << 1) | 1, right_less << 1
+        more, less = (right_less | ~(diagonal | right_more)) & every, right_more & diagonal & every
+    return distance
+
+
+def common_subsequence(text: str, other: str) -> int:
+    """Returns the length of the longest common subsequence of two texts, with a bit for each character of `text`
+    (Crochemore et al. 2001, https://doi.org/10.1016/S0020-0190(00)00214-X)."""
+    places, every = _places(text), (1 << len(text)) - 1
+    unmatched = every
+    for character in other:
+        found = unmatched & places.get(character, 0)
+        unmatched = ((unmatched + found) | (unmatched - found)) & every
+    return len(text) - unmatched.bit_count()
+
+
+def _places(text: str) -> dict[str, int]:
+    """A bit for each place of each character."""
+    found: dict[str, int] = {}
+    for place, character in enumerate(text):
+        found[character] = found.get(character, 0) | (1 << place)
+    return found
 
 
 def _untagged(answer: str) -> str:

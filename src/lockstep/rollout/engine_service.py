@@ -39,6 +39,7 @@ class EngineService:
         sleeps: whether the engine shares its device, and will be called to sleep.
         images: folder of the prepared images of prompts (see `lockstep.data.images.image_store`); requests with images
             are refused if it is None.
+        most_images: the most images of a prompt, for which vLLM keeps room; 0 if it is not known.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EngineService:
         version: int = 0,
         sleeps: bool = False,
         images: str | None = None,
+        most_images: int = 0,
     ) -> None:
         current_beacon().stage("load")
         self._outbox = Outbox()
@@ -59,8 +61,8 @@ class EngineService:
         self._collecting: list[tuple[int, float, DeferredResult[CompletionBatch]]] = []
         """Open `collect` calls: ack, hold_s, and the deferred answer."""
         config: EngineConfig = TypeAdapter(EngineConfig).validate_python(engine)
-        settings = ModelConfig.model_validate(model), config, device, threads, reader, version, sleeps, images
-        self._engine = make_engine(*settings)
+        settings = ModelConfig.model_validate(model), config, device, threads, reader, version, sleeps
+        self._engine = make_engine(*settings, images, most_images)
         if weights is not None:
             self._engine.load_weights(Path(weights), version)
         self._show_stage()
@@ -228,6 +230,7 @@ def make_engine(
     version: int = 0,
     sleeps: bool = False,
     images: str | None = None,
+    most_images: int = 0,
 ) -> RolloutEngine:
     """Makes the engine that the config selects. Other engines are not imported.
 
@@ -239,7 +242,7 @@ def make_engine(
     if config.kind == "vllm":
         from lockstep.rollout.vllm.engine import VllmEngine
 
-        return VllmEngine.from_config(model, config, device, reader, version, threads, sleeps, images)
+        return VllmEngine.from_config(model, config, device, reader, version, threads, sleeps, images, most_images)
     from lockstep.rollout.builtin.engine import BuiltinEngine
 
     if config.malloc == "tuned":

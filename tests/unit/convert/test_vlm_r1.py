@@ -79,6 +79,8 @@ def test_an_adapter_with_frozen_vision() -> None:
         ("--reward_method map", "iou", False),
         ("--reward_method mcq", "text_answer", False),
         ("", "text_answer", True),
+        ("--reward_method od_ap50", "iou", False),
+        ("--reward_method odLength", "iou", True),
         ("--reward_method llm", "text_answer", True),
         ("--is_reward_customized_from_vlm_module true --task_type rec", "iou", False),
         ("--is_reward_customized_from_vlm_module true --task_type general", "text_answer", True),

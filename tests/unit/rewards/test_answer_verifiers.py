@@ -1,5 +1,6 @@
 """The built-in rewards of answers about images, as terms of a config."""
 
+import random
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ from reward_samples import batch, prompt
 
 from lockstep.config.reward import RewardTerm
 from lockstep.data.samples import PlacedImage
-from lockstep.rewards.answer_verifiers import normalized
+from lockstep.rewards.answer_verifiers import common_subsequence, edit_distance, normalized
 from lockstep.rewards.reward_terms import build_term, needs_answers, term_names
 from lockstep.rewards.reward_values import BadReward
 
@@ -175,6 +176,45 @@ def test_texts() -> None:
     assert score(["two", "2"], THOUGHT.format("Two!"), "3", kind="text_answer") == [1.0, 0.0]
     assert score("<answer> yes </answer>", "Yes", kind="text_answer") == [1.0]
     assert normalized("The  cat\u2019s, an ＡＢＣ") == "cat\u2019s abc"
+
+
+def table_distance(text: str, other: str, substitution: int) -> int:
+    """The cost of turning a text into the other, by the table of Wagner and Fischer."""
+    row = list(range(len(other) + 1))
+    for i, mine in enumerate(text, 1):
+        above, row = row, [i]
+        for j, theirs in enumerate(other, 1):
+            change = above[j - 1] + substitution * (mine != theirs)
+            row.append(min(above[j] + 1, row[j - 1] + 1, change))
+    return row[-1]
+
+
+def test_edit_distances_are_those_of_the_table() -> None:
+    draw = random.Random(5)
+    texts = ["", *("".join(draw.choices("abc ", k=draw.randrange(100))) for _ in range(20))]
+    for text in texts:
+        for other in texts:
+            assert edit_distance(text, other) == table_distance(text, other, 1)
+            indels = len(text) + len(other) - 2 * common_subsequence(text, other)
+            assert indels == table_distance(text, other, 2)
+
+
+def test_texts_by_edit_distance() -> None:
+    edits = {"kind": "text_answer", "compare": "edit_distance"}
+    assert score("kitten", "sitting", "kitten ", "Kitten", "", **edits) == pytest.approx([4 / 7, 1, 5 / 6, 0])
+    assert score(["abc", "xy"], "<answer>xz</answer>", **edits) == [0.5]
+    assert score("", "", **edits) == [1.0] and score([], "a", **edits) == [0.0]
+    ratio = {"kind": "text_answer", "compare": "ratio"}
+    # Levenshtein.ratio("kitten", "sitting") and ("new york", "york") of the package that VLM-R1 uses
+    assert score("<answer> Kitten. </answer>", "sitting", "kit\nten", **ratio) == pytest.approx([8 / 13, 12 / 13])
+    assert score("New York", "york", "NEW\nYORK.", **ratio) == pytest.approx([2 / 3, 1])
+
+
+def test_long_texts_are_compared_in_time() -> None:
+    text = "a line of a page that was read from an image " * 100
+    begun = time.process_time()
+    assert score(text, text[:-40] + "x", kind="text_answer", compare="edit_distance")[0] > 0.98
+    assert time.process_time() - begun < 5
 
 
 def test_lists() -> None:

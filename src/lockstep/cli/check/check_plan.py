@@ -4,23 +4,29 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+from transformers import AutoConfig
 
 from lockstep.base import waits
 from lockstep.base.folders import scratch_dir
 from lockstep.base.json_text import read_json
 from lockstep.base.wait_state import WaitTimeout
+from lockstep.cli.check.check_images import image_findings
 from lockstep.cluster.placement.assignment import DoesNotFit, NodesBusy
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.run_config import RunConfig
 from lockstep.config.train_role import TrainRole
+from lockstep.data.images.image_usage import ImageUsage
 from lockstep.doctor.check.rules import memory_fit, step_durations
 from lockstep.doctor.check.rules.memory_fit import ProcessMemory
-from lockstep.doctor.check.rules.model_shape import UnknownModelShape, model_shape_of
+from lockstep.doctor.check.rules.model_shape import ModelShape, UnknownModelShape, VisionShape, model_shape_of
 from lockstep.doctor.output.findings import CheckReport, Finding
 from lockstep.ledger.errors import LedgerError
 from lockstep.models.errors import ModelError
 from lockstep.models.huggingface import download_model
+from lockstep.models.model_facts import ModelFacts
 from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.planning.prepare import DryRun, dry_run, resolve_adapters, trained_models
 from lockstep.run.planning.run_plan import RunPlan
@@ -47,7 +53,7 @@ def check_plan(report: CheckReport, config: Config, overrides: Sequence[str], me
     if any(each.id == "model" for each in findings):
         return None  # without its config.json, the model's size is not known
     began = time.monotonic()
-    findings = _judge_sizes(config, memory)
+    findings = _judge_sizes(config, memory, found)
     report.add("memory", "Memory and time", findings, time.monotonic() - began)
     return None if found is None else found.plan
 
@@ -105,8 +111,9 @@ def _refusal_finding(error: Exception, why: str) -> Finding:
     return Finding(id, "error", "", problem or text, why, remedy)
 
 
-def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
-    """Estimates whether the run fits into memory, and how long its stages take."""
+def _judge_sizes(config: Config, memory: ProcessMemory, found: DryRun | None) -> list[Finding]:
+    """Estimates whether the run fits into memory, how long its stages take, and what its images need."""
+    usage = ImageUsage() if found is None or found.data is None else found.data.image_usage
 
     def ranks(role: TrainRole, token_budget: int) -> Mapping[str, int]:
         return trainer_kind(role).planner.memory(role, models[role.name], token_budget)
@@ -124,22 +131,36 @@ def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
         role.name: SERVED_MODELS.planner.memory(role, facts[role.name], config.token_budget)
         for role in config.serve_roles
     }
+    images = image_findings(config, models[config.policy.name], found)
     try:
-        shapes = {role.name: model_shape_of(_model_config(role)) for role in config.train_roles}
+        shapes = {role.name: _shape(role, models[role.name], usage) for role in config.train_roles}
     except (UnknownModelShape, ModelError, OSError, ValueError) as error:
         unknown = f"the memory of engines, and time, were not estimated: {error}"
         return [
             *memory_fit.judge_memory(config, ranks, None, memory, served),
             Finding("memory", "unchecked", "", unknown),
+            *images,
         ]
     return [
         *memory_fit.judge_memory(config, ranks, shapes[config.policy.name], memory, served),
         *step_durations.judge_durations(config, shapes, memory.name, os.environ),
+        *images,
     ]
 
 
+def _shape(role: TrainRole, model: ModelFacts, usage: ImageUsage) -> ModelShape:
+    """The shape of a role's model, with its vision part. Raises UnknownModelShape, OSError, ValueError, ModelError."""
+    shape, vision = model_shape_of(_model_config(role)), model.vision
+    if vision is None:
+        return shape
+    flops = usage.images * vision.flops(usage.tokens // usage.images) / usage.samples if usage.images else 0.0
+    parameters, trained = vision.tower + vision.projector, bool(model.changing & {"tower", "projector"})
+    return replace(shape, vision=VisionShape(parameters, vision.largest_unit, trained, usage.most_tokens, flops))
+
+
 def _model_config(role: TrainRole) -> dict[str, object]:
-    """The `config.json` of a role's model, from its folder or the hub. Raises OSError, ValueError, ModelError."""
+    """The `config.json` of a role's model, from its folder or the hub; of a vision-language model, what it says of the
+    language model, with defaults. Raises OSError, ValueError, ModelError."""
     folder = Path(role.model.path).expanduser()
     if not folder.is_dir():
         field = role.field("model.path")
@@ -147,10 +168,11 @@ def _model_config(role: TrainRole) -> dict[str, object]:
     values = read_json(folder / "config.json")
     if not isinstance(values, dict):
         raise ValueError(f"{folder}/config.json is not a JSON object")
-    text_config = values.get("text_config")
-    if isinstance(text_config, dict):  # a multimodal model nests the config of its language model
-        return {**text_config, "model_type": text_config.get("model_type", "")}
-    return values
+    if "vision_config" not in values:
+        return values
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=role.model.trust_remote_code)
+    text: dict[str, object] = config.get_text_config().to_dict()
+    return {**text, "tie_word_embeddings": config.tie_word_embeddings}
 
 
 def run_trial(report: CheckReport, config: Config, file: Path, overrides: Sequence[str]) -> None:

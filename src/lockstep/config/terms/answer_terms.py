@@ -81,10 +81,13 @@ class TextAnswerReward(_AnswerTerm):
     """How well a short text agrees with the answer; a list as answer has several right texts."""
 
     kind: Literal["text_answer"] = "text_answer"
-    compare: Literal["exact", "normalized", "list"] = "normalized"
+    compare: Literal["exact", "normalized", "list", "edit_distance", "ratio"] = "normalized"
     """`exact`: equal after stripping. `normalized`: equal without upper case, punctuation, the articles a, an and the,
     and repeated white space, as SQuAD compares. `list`: both are lists (JSON, or separated by commas); the reward is
-    the F1 of their normalized items, in any order."""
+    the F1 of their normalized items, in any order. `edit_distance`: 1 - Levenshtein distance / length of the longer
+    text, as for text that is read from images; upper and lower case differ. `ratio`: VLM-R1's similarity, which is
+    1 - insertions and deletions / length of both texts (`ratio` of the package Levenshtein), without upper case, line
+    breaks and a full stop at the end. With several right texts, the most similar counts."""
 
 
 AnswerTerm = IouReward | CountReward | AnswerFormatReward | TextAnswerReward

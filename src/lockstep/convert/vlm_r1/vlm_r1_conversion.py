@@ -23,8 +23,23 @@ _METHODS: Mapping[str, Mapping[str, Any]] = {
     "mcq": {"kind": "text_answer"},
     "yes_no": {"kind": "text_answer"},
     "map": {"kind": "iou", "boxes": "map", "labels": True, "thresholds": [0.5], "extract": "whole"},
+    "od_ap": {"kind": "iou", "boxes": "map", "labels": True, "extract": "answer"},
+    "od_ap50": {"kind": "iou", "boxes": "map", "labels": True, "thresholds": [0.5], "extract": "answer"},
 }
 """The terms of `accu_reward_method`; others have no counterpart."""
+_NEAREST: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "default": (
+        {"kind": "text_answer", "compare": "ratio"},
+        "default compares mathematical expressions and numbers for equality first, and letters of choices; the term "
+        "compares all texts by edit distance, as default does with the rest (kind: math is for answers that are "
+        "expressions, compare: normalized for choices)",
+    ),
+    "llm": ({"kind": "text_answer"}, "llm asks a language model, as a term of kind judge does"),
+    "odLength": (dict(_METHODS["od_ap"]), "odLength is less than od_ap where there are more boxes than expected"),
+    "weighted_sum": ({"kind": "iou", "labels": True}, "weighted_sum adds up place, label and completeness of boxes"),
+    "all_match": ({"kind": "text_answer", "compare": "list"}, "all_match is 1 only where all items are right"),
+}
+"""The nearest terms of methods without a counterpart, and how these differ."""
 
 
 def convert_vlm_r1(conv: Conversion) -> str:
@@ -147,17 +162,15 @@ def _box_term(conv: Conversion) -> dict[str, Any]:
 def _accuracy_term(conv: Conversion, methods: list[str]) -> dict[str, Any]:
     if len(methods) == 1 and methods[0] in _METHODS:
         return dict(_METHODS[methods[0]])
-    problem = (
-        "a method per data file" if len(methods) > 1 else f"{methods[0]} compares by expressions, then by edit distance"
-    )
-    if methods == ["llm"]:
-        problem = "llm asks a language model, as a term of kind judge does"
+    term, problem = _NEAREST.get(methods[0], _NEAREST["default"])
+    if len(methods) > 1:
+        term, problem = {"kind": "text_answer", "compare": "ratio"}, "it has a method for each data file"
     conv.need(
         "reward.terms",
-        f"accuracy of VLM-R1: {problem}. text_answer takes its place; to keep it, name its function: {{kind: function, "
-        "path: FILE.py:accuracy_reward, signature: vlm_r1}",
+        f"accuracy of VLM-R1: {problem}. {term['kind']} takes its place; to keep it, name its function: {{kind: "
+        "function, path: FILE.py:accuracy_reward, signature: vlm_r1}",
     )
-    return {"kind": "text_answer"}
+    return dict(term)
 
 
 def _set_held_out(conv: Conversion) -> None:

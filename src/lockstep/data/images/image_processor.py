@@ -109,6 +109,11 @@ class ImageProcessor:
         self._expansion = lru_cache(maxsize=_KEPT_SIZES)(self._compute_expansion)
         self._settings = _settings_of(processor, feature_token)
 
+    @property
+    def size(self) -> dict[str, int]:
+        """The setting `size` of transformers' image processor, whose meaning depends on the model."""
+        return {name: value for name, value in dict(self._own.image_processor.size).items() if value is not None}
+
     def digest(self, content: bytes, among: int = 1) -> str:
         """Returns the digest of a prepared image: of the bytes of its file, and of the settings of its preparation.
 

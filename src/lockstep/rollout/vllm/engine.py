@@ -38,6 +38,7 @@ from lockstep.rollout.vllm.vllm_requests import (
 from lockstep.rollout.vllm.vllm_setup import (
     check_usable,
     engine_arguments,
+    image_settings,
     prepare_vllm,
     start_core,
     try_core,
@@ -135,11 +136,13 @@ class VllmEngine:
         threads: int | None = None,
         sleeps: bool = False,
         images: str | None = None,
+        most_images: int = 0,
     ) -> "VllmEngine":
         """Starts vLLM with the model.
 
         Args:
             images: folder of the run's prepared images; None if requests have no images.
+            most_images: the most images of a prompt; 0 if it is not known.
             threads: number of threads of the whole engine on a CPU; vLLM's choice if None.
             sleeps: whether `sleep` can free the GPU's memory.
 
@@ -153,7 +156,8 @@ class VllmEngine:
         tokenizer = load_tokenizer(model)
         lm = load_policy(model, "cpu", meta=True).lm
         context = usable_context(model, lm.config)
-        arguments = engine_arguments(model, engine, device, context, sleeps, lm.config, images is not None)
+        expected = None if images is None else image_settings(model, most_images, tokenizer)
+        arguments = engine_arguments(model, engine, device, context, sleeps, lm.config, expected)
         core = start_core(model.path, arguments, is_vision_config(lm.config))
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))

@@ -5,18 +5,20 @@ import inspect
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lockstep.base.errors import PicklableError
 from lockstep.base.text import first_line
 from lockstep.cluster.node_versions import SUPPORTED_VERSIONS, version_numbers
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as EngineConfig
+from lockstep.data.images.image_processor import load_image_processor
 from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_loader import resolve_dtype
@@ -41,6 +43,28 @@ TORCHVISION_REMEDY = (
 _BUILTIN_REMEDY = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
 
 
+@dataclass(frozen=True, slots=True)
+class ImageSettings:
+    """What vLLM expects of requests with images."""
+
+    most: int = 0
+    """The most images of a prompt; 0 if it is not known."""
+    size: Mapping[str, int] | None = None
+    """`size` of the model's image processor, if `model.vision` changes it."""
+
+
+def image_settings(model: ModelConfig, most: int, tokenizer: PreTrainedTokenizerBase) -> ImageSettings:
+    """Finds out what vLLM is to expect. Raises ImageProcessorError if the processor cannot resize as the config says.
+
+    Args:
+        most: the most images of a prompt; 0 if it is not known.
+    """
+    if model.vision.min_pixels is None and model.vision.max_pixels is None:
+        return ImageSettings(most)
+    processor = load_image_processor(model, tokenizer, resolve_folder(model.path, model.revision))
+    return ImageSettings(most, None if processor is None else processor.size)
+
+
 def engine_arguments(
     model: ModelConfig,
     engine: EngineConfig,
@@ -48,7 +72,7 @@ def engine_arguments(
     context: int,
     sleeps: bool = False,
     architecture: PretrainedConfig | None = None,
-    images: bool = False,
+    images: ImageSettings | None = None,
 ) -> dict[str, Any]:
     """Returns the keyword arguments of vLLM's `EngineArgs`; `engine.extra` overrides them.
 
@@ -56,7 +80,7 @@ def engine_arguments(
         context: the largest length of a sequence.
         sleeps: whether the engine can release its GPU's memory.
         architecture: the model's config in transformers; None for one that needs no arguments of its own.
-        images: whether requests have images.
+        images: what requests with images have; None if there are none.
 
     Raises:
         ModelError: with these arguments weights could not be loaded.
@@ -92,7 +116,8 @@ def engine_arguments(
         arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
     if architecture is not None and is_vision_config(architecture):
         arguments |= _image_arguments(images, on_cpu)
-    arguments |= engine.extra
+    limits = {**arguments.get("limit_mm_per_prompt", {}), **engine.extra.get("limit_mm_per_prompt", {})}
+    arguments |= {**engine.extra, "limit_mm_per_prompt": limits} if limits else engine.extra
     if on_cpu and not arguments["enforce_eager"]:
         # Compiled code refers to the weights that were packed at compile time, so it would not see new weights.
         remedy = "leave it out (on a CPU it is true)"
@@ -103,14 +128,19 @@ def engine_arguments(
     return arguments
 
 
-def _image_arguments(images: bool, on_cpu: bool) -> dict[str, Any]:
+def _image_arguments(images: ImageSettings | None, on_cpu: bool) -> dict[str, Any]:
     """Arguments for a model that has an encoder for images."""
-    if not images:
+    if images is None:
         return {"language_model_only": True}
-    return {
+    own: dict[str, Any] = {"limit_mm_per_prompt": {"video": 0, "audio": 0}}
+    if images.most:
+        own["limit_mm_per_prompt"]["image"] = images.most
+    if images.size:
+        # vLLM measures memory, and sizes its encoder cache, with the largest image that its own processor makes.
+        own["mm_processor_kwargs"] = {"size": dict(images.size)}
+    return own | {
         # vLLM derives the fields of a model's inputs with the model's processor, which needs a tokenizer.
         "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"video": 0, "audio": 0},
         # The pixels of requests are normalised. vLLM would do it again, by default and without an error.
         "mm_device_do_normalize": False,
         # The core would keep the pixels of 4 GiB of images, for a front end that sends each image once: vLLM's own.

@@ -299,6 +299,8 @@ class DryRun:
     """The sizes of the model; None if the model was not reachable."""
     notes: list[str]
     other_models: dict[str, ModelFacts] = field(default_factory=dict)
+    data: RunData | None = None
+    """The opened data; None if model or data were not reachable."""
 
 
 def dry_run(
@@ -333,7 +335,8 @@ def dry_run(
         if config is None:
             raise
         return _plan_without_hub(config, host or host_resources(config.cluster), notes)
-    return DryRun(prepared.config, prepared.plan, prepared.model, [*notes, *prepared.notes], prepared.other_models)
+    notes += prepared.notes
+    return DryRun(prepared.config, prepared.plan, prepared.model, notes, prepared.other_models, prepared.data)
 
 
 def _plan_without_hub(config: RunConfig, host: HostResources, notes: list[str]) -> DryRun:

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.base.text import count_noun
 from lockstep.config.model import ModelConfig
 from lockstep.config.reward import ModelReward
 from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationConfig
 from lockstep.data.datasets import load_rows
-from lockstep.data.images.image_processor import load_image_processor
+from lockstep.data.images.image_processor import ImageProcessor, load_image_processor
 from lockstep.data.images.image_store import ImageStore
+from lockstep.data.images.image_usage import ImageUsage, usage_of_samples
 from lockstep.data.images.restored_images import restore_images
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
@@ -60,6 +62,8 @@ class RunData:
     """Where images are kept from `store_images` on."""
     taken: list[tuple[SampleSource[Any], list[Any]]] = field(default_factory=list)
     """The samples that were taken before, with their sources."""
+    processor: ImageProcessor | None = None
+    """Prepares images; None if the policy reads none."""
 
     def store_images(self) -> None:
         """Begins to keep the images of samples, and prepares those of evaluation. Call it when the run's folder exists.
@@ -78,6 +82,11 @@ class RunData:
     def has_images(self) -> bool:
         """Whether some samples of training or evaluation have images."""
         return self.samples.has_images or any(each.images for each in (*self.held_out, *self.validation))
+
+    @property
+    def image_usage(self) -> ImageUsage:
+        """The images of all samples of training and evaluation."""
+        return self.samples.image_usage + usage_of_samples([*self.held_out, *self.validation])
 
 
 def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer: "Tokenizer", images: Path) -> RunData:
@@ -98,7 +107,7 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
     options = with_images(source_options(config), config.model, tokenizer, store)
     limit = _training_limit(config, models)
     samples = open_training_source(config.data_kind, config.data, tokenizer, config.seed, limit, options)
-    data = RunData(samples, store=store)
+    data = RunData(samples, store=store, processor=options.images)
     if config.held_out_samples is not None:
         source, data.validation = _open_validation(config, config.held_out_samples, samples, models, tokenizer, options)
         data.taken.append((source, data.validation))
@@ -116,6 +125,7 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
     data.turns = turn_tokenizer(config, tokenizer, options, first)
     if data.has_images:
         _check_roles_read_images(config)
+        _check_image_limit(config, data.image_usage.most_images)
     return data
 
 
@@ -135,6 +145,20 @@ def _check_roles_read_images(config: RunConfig) -> None:
                 f"the data has images, and the model of the {role.name}, which has a score head, reads none: take "
                 "recipe sft, preference or grpo, or data without images"
             )
+
+
+def _check_image_limit(config: RunConfig, most: int) -> None:
+    """Raises RunRefused if vLLM is to expect fewer images of a prompt than the data has: it would measure its memory
+    with too few."""
+    if not config.needs_engines or config.rollout.engine.kind != "vllm":
+        return
+    limit = config.rollout.engine.image_limit
+    if limit is not None and limit < most:
+        field = "rollout.engine.extra.limit_mm_per_prompt"
+        raise RunRefused(
+            f"{field} has {limit} for image, and a prompt of the data has {count_noun(most, 'image')}: set "
+            f"{field}.image to {most} or more, or leave it out (the data's number is taken)"
+        )
 
 
 def open_validation(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer: "Tokenizer") -> list[Any]:

@@ -7,20 +7,24 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from transformers import DeepseekV3Config, Idefics3Config
+from transformers import AutoConfig, DeepseekV3Config, Idefics3Config
 
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as Config
 from lockstep.models.errors import ModelError
+from lockstep.models.model_loader import load_tokenizer
 from lockstep.models.tiny_model import make_tiny
+from lockstep.models.vision.tiny_vision import make_tiny_vision
 from lockstep.rollout.engine_protocol import Request, empty_completion
 from lockstep.rollout.vllm import vllm_setup
 from lockstep.rollout.vllm.vllm_requests import WaitingQueue
 from lockstep.rollout.vllm.vllm_setup import (
+    ImageSettings,
     VllmUnsupported,
     check_installed,
     engine_arguments,
     has_transfer_interface,
+    image_settings,
     prepare_vllm,
     visible_gpus,
 )
@@ -93,19 +97,43 @@ def test_latent_attention_on_a_cpu_uses_what_can_reload_weights(tmp_path):
         assert "attention_backend" not in other and "compilation_config" not in other
 
 
+def test_vllm_expects_the_images_that_the_run_has(tmp_path):
+    folder = make_tiny_vision(tmp_path / "model", family="qwen3_vl", max_length=64)
+    config = AutoConfig.from_pretrained(folder)
+
+    def arguments(most=2, extra=None, **vision):
+        model = ModelConfig.model_validate({"path": str(folder), "vision": vision})
+        images = image_settings(model, most, load_tokenizer(model))
+        return engine_arguments(model, Config(extra=extra or {}), "cpu", 64, architecture=config, images=images)
+
+    assert arguments()["limit_mm_per_prompt"] == {"video": 0, "audio": 0, "image": 2}
+    assert "image" not in arguments(most=0)["limit_mm_per_prompt"] and "mm_processor_kwargs" not in arguments()
+    raised = arguments(extra={"limit_mm_per_prompt": {"image": 5}})
+    assert raised["limit_mm_per_prompt"] == {"video": 0, "audio": 0, "image": 5}
+    smaller = arguments(min_pixels=256, max_pixels=1024)["mm_processor_kwargs"]
+    assert smaller == {"size": {"shortest_edge": 256, "longest_edge": 1024}}
+    assert "limit_mm_per_prompt" not in engine_arguments(
+        ModelConfig(path=str(folder)), Config(), "cpu", 64, architecture=config
+    )
+    with pytest.raises(ValueError, match=r"images are prepared as model.vision says"):
+        Config(extra={"mm_processor_kwargs": {"max_pixels": 9}})
+    with pytest.raises(ValueError, match="give a number for each modality"):
+        Config(extra={"limit_mm_per_prompt": {"image": "two"}})
+
+
 def test_models_with_images_get_arguments_of_their_own(tmp_path):
     model = ModelConfig(path=str(make_tiny(tmp_path / "m", hidden=16, heads=2, kv_heads=1, ffn=32, max_length=64)))
     seeing = Idefics3Config()
-    with_images = engine_arguments(model, Config(), "cpu", 64, architecture=seeing, images=True)
+    with_images = engine_arguments(model, Config(), "cpu", 64, architecture=seeing, images=ImageSettings())
     assert (with_images["mm_processor_cache_gb"], with_images["mm_device_do_normalize"]) == (0, False)
     assert with_images["skip_mm_profiling"] is True and with_images["limit_mm_per_prompt"]["video"] == 0
-    assert engine_arguments(model, Config(), "cuda:0", 64, False, seeing, True)["skip_mm_profiling"] is False
+    assert engine_arguments(model, Config(), "cuda:0", 64, False, seeing, ImageSettings())["skip_mm_profiling"] is False
     text = engine_arguments(model, Config(), "cpu", 64, architecture=seeing)
     assert text["language_model_only"] is True and text["skip_tokenizer_init"] is True
-    assert "language_model_only" not in engine_arguments(model, Config(), "cpu", 64, images=True)
+    assert "language_model_only" not in engine_arguments(model, Config(), "cpu", 64, images=ImageSettings())
     twice = Config(extra={"mm_device_do_normalize": True})
     with pytest.raises(ModelError, match=r"extra.mm_device_do_normalize.*would be normalised twice; leave it out"):
-        engine_arguments(model, twice, "cpu", 64, architecture=seeing, images=True)
+        engine_arguments(model, twice, "cpu", 64, architecture=seeing, images=ImageSettings())
 
 
 def test_requests_wait_by_priority_and_order():

@@ -16,7 +16,7 @@ SHM_SOURCE = (
 MEMLOCK_SOURCE = "https://docs.nvidia.com/deeplearning/nccl/archives/nccl_2262/user-guide/docs/troubleshooting.html"
 NOFILE_SOURCE = "https://docs.ray.io/en/latest/cluster/vms/user-guides/large-cluster-best-practices.html"
 
-_SHM_FIX = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+SHM_FIX = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
 
 
 def format_size(count: float) -> str:
@@ -62,12 +62,12 @@ def _judge_shm(host: str, shm: ShmSpace, needed: bool) -> Iterator[Finding]:
     )
     if shm.total <= 64 * MIB:
         seen += ", which is docker's default"
-        yield Finding("shm-size", severity_if_small, host, seen, why, _SHM_FIX, SHM_SOURCE)
+        yield Finding("shm-size", severity_if_small, host, seen, why, SHM_FIX, SHM_SOURCE)
     elif shm.free < 128 * MIB:
         fix = "remove stale segments" if shm.stale else "find what fills it: ls -lS /dev/shm"
         yield Finding("shm-size", severity_if_small, host, seen, why, fix, SHM_SOURCE)
     elif shm.free < GIB:
-        yield Finding("shm-size", "warning", host, seen, why, _SHM_FIX, SHM_SOURCE)
+        yield Finding("shm-size", "warning", host, seen, why, SHM_FIX, SHM_SOURCE)
     else:
         yield Finding("shm-size", "ok", host, seen)
     if shm.noexec:

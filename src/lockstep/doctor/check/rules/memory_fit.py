@@ -58,10 +58,11 @@ def engine_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
 
 
 def max_sequence_tokens(config: Config, shape: ModelShape) -> int:
-    """Maximum number of tokens of a prompt with its completion."""
-    context = shape.context or config.model.max_length or 2 * config.rollout.sampling.max_tokens
+    """Maximum number of tokens of a prompt with its completion: a text as long as the completion, and images."""
+    expected = 2 * config.rollout.sampling.max_tokens + (shape.vision.most_tokens if shape.vision else 0)
+    context = shape.context or config.model.max_length or expected
     limit = min(config.model.max_length or context, context)
-    return min(limit, 2 * config.rollout.sampling.max_tokens)
+    return min(limit, expected)
 
 
 def compute_dtype(config: Config, role: TrainRole) -> str:

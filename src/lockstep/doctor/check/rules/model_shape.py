@@ -18,6 +18,21 @@ class UnknownModelShape(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class VisionShape:
+    """The vision tower and the projector of a model, and what the images of a run's samples cost."""
+
+    parameters: int
+    largest_unit: int
+    """Parameters of the largest module that is gathered as one."""
+    trained: bool = True
+    """Whether any of them is trained."""
+    most_tokens: int = 0
+    """Tokens that the images of one sample take, at most."""
+    flops: float = 0.0
+    """Floating-point operations of the forward for the images of one sample, on average."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a model that determine memory and time."""
 
@@ -40,10 +55,18 @@ class ModelShape:
     last_norm: int
     dtype: str
     """Data type of the weights on disk."""
+    vision: VisionShape | None = None
+    """The parts that read images; None for a model without, and for one of which only the language model is known."""
 
     @property
     def parameters(self) -> int:
-        return self.embedding + self.head + sum(self.per_layer) + self.last_norm
+        seeing = 0 if self.vision is None else self.vision.parameters
+        return self.embedding + self.head + sum(self.per_layer) + self.last_norm + seeing
+
+    @property
+    def sent(self) -> int:
+        """Number of parameters that engines get again in each step: not those of a frozen tower and projector."""
+        return self.parameters - (self.vision.parameters if self.vision and not self.vision.trained else 0)
 
     @property
     def active(self) -> int:
@@ -52,8 +75,10 @@ class ModelShape:
 
     @property
     def largest_unit(self) -> int:
-        """Maximum number of parameters that FSDP2 gathers at once: a layer, or embedding, head and last norm."""
-        return max([*self.per_layer, self.embedding + self.head + self.last_norm])
+        """Maximum number of parameters that FSDP2 gathers at once: a layer, a module of a vision tower of which
+        anything is trained, or embedding, head and last norm."""
+        seeing = self.vision.largest_unit if self.vision and self.vision.trained else 0
+        return max([*self.per_layer, seeing, self.embedding + self.head + self.last_norm])
 
     def kv_bytes(self, width: int) -> int:
         """Bytes of one token's keys and values (Kwon et al. 2023, section 3: 2 x layers x key-value width)."""
@@ -66,7 +91,8 @@ def model_shape_of(config: Mapping[str, Any]) -> ModelShape:
     Raises:
         UnknownModelShape: the family is not supported, or a field is missing.
     """
-    family = str(config.get("model_type", ""))
+    named = str(config.get("model_type", ""))
+    family = _TEXT_MODELS.get(named, named)
     if family not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
         raise UnknownModelShape(f"model_type {family or 'is missing'}: supported families are {known}")
@@ -76,9 +102,16 @@ def model_shape_of(config: Mapping[str, Any]) -> ModelShape:
         raise UnknownModelShape(f"config.json of a {family} model: {error} is missing or not a number") from error
 
 
-_GATED = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "phi3", "olmo2"}
+_GATED = {
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3", "phi3",
+    "olmo2",
+}  # fmt: skip
 _FAMILIES = _GATED | {"gpt2"}
-_TIED = {"gemma", "gemma2", "gpt2"}
+_TEXT_MODELS: Mapping[str, str] = {
+    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "gemma3_text": "gemma3",
+}  # fmt: skip
+"""The families that have the layers of the language model in a vision-language model."""
+_TIED = {"gemma", "gemma2", "gemma3", "gpt2"}
 """Families that by default tie the output layer to the embedding."""
 
 
@@ -90,7 +123,7 @@ def _read_shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or _default_head_dim(family, hidden, heads))
     attention = _attention_parameters(family, config, hidden, heads, kv_heads, head_dim)
-    norms = (4 if family == "gemma2" else 2) * hidden
+    norms = (4 if family in ("gemma2", "gemma3") else 2) * hidden
     whole, active = [], []
     for layer in range(layers):
         mlp, used = _mlp_parameters(family, config, hidden, layer)
@@ -107,7 +140,8 @@ def _read_shape(family: str, config: Mapping[str, Any]) -> ModelShape:
 
 def _default_head_dim(family: str, hidden: int, heads: int) -> int:
     # In transformers, the default of these families is a constant instead of the quotient.
-    return {"qwen3": 128, "qwen3_moe": hidden // heads, "gemma": 256, "gemma2": 256}.get(family, hidden // heads)
+    constants = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3": 256}
+    return constants.get(family, hidden // heads)
 
 
 def _attention_parameters(
@@ -117,9 +151,11 @@ def _attention_parameters(
     count = hidden * (queries + 2 * keys) + queries * hidden
     if family in ("qwen2", "qwen2_moe") and config.get("qkv_bias", True):
         count += queries + 2 * keys
-    elif config.get("attention_bias", False) and family in ("llama", "qwen3", "qwen3_moe", "gemma", "gemma2", "olmo2"):
+    elif config.get("attention_bias", False) and family in (
+        "llama", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3", "olmo2",
+    ):  # fmt: skip
         count += queries + 2 * keys + hidden
-    if family in ("qwen3", "qwen3_moe"):
+    if family in ("qwen3", "qwen3_moe", "gemma3"):
         count += 2 * head_dim
     if family == "olmo2":
         count += queries + keys

@@ -94,20 +94,45 @@ def step_durations(
     sequences, passes = config.sequences_per_step, config.passes_of(role)
     per_token = (8 if role.trainer.activation_checkpointing else 6) * shape.active
     per_token += 12 * shape.layers * shape.heads * shape.head_dim * length // 2  # attention, causal
-    train = passes * sequences * length * per_token / role.trainer.ranks / (COMPUTE_EFFICIENCY * speed.flops)
+    work = passes * sequences * length * per_token + image_flops(config, role, shape)
+    train = work / role.trainer.ranks / (COMPUTE_EFFICIENCY * speed.flops)
     updates = role.optimizer_steps // config.steps
     weights = shape.parameters * width
+    engine_rows = _sequences_per_step(config)
+    prefill = 2 * shape.active * engine_rows * length + _flops_of_images(shape) * engine_rows
     return StepDurations(
         rollout=_rollout_seconds(config, shape, speed, width, length),
         train=train,
         update=train / max(1, updates),
-        publish=weights / link,
+        publish=shape.sent * width / link,
         bucket=config.weights.bucket_mb * 2**20 / link,
         checkpoint=12 * shape.parameters / disk,
         load=weights / disk,
-        prefill=2 * shape.active * _sequences_per_step(config) * length / (COMPUTE_EFFICIENCY * speed.flops),
+        prefill=prefill / (COMPUTE_EFFICIENCY * speed.flops),
         collective=shape.largest_unit * width / link,
     )
+
+
+def image_flops(config: Config, role: TrainRole, shape: ModelShape) -> float:
+    """Operations of vision tower and projector in the training of a step: for each sample, of which several sequences
+    may be made, once per pass; if nothing of them is trained, once per step."""
+    if shape.vision is None:
+        return 0.0
+    forward = _samples_per_step(config) * shape.vision.flops
+    if not shape.vision.trained:
+        return forward
+    return config.passes_of(role) * (4 if role.trainer.activation_checkpointing else 3) * forward
+
+
+def _flops_of_images(shape: ModelShape) -> float:
+    return 0.0 if shape.vision is None else shape.vision.flops
+
+
+def _samples_per_step(config: Config) -> int:
+    """The number of prompts, pairs or documents of a step."""
+    if config.generation is not None:
+        return config.generation.prompts_per_step
+    return config.sequences_per_step // (2 if config.data_kind == "pairs" else 1)
 
 
 def _sequences_per_step(config: Config) -> int:
@@ -119,6 +144,7 @@ def _rollout_seconds(config: Config, shape: ModelShape, speed: GpuSpeed, width: 
     """Seconds of generating all completions.
 
     For each token, decoding reads the active weights and the batch's keys and values, or computes if that takes longer.
+    The images of each prompt are computed once.
     """
     engine = config.rollout.engine
     split = engine.tensor_parallel_size if engine.kind == "vllm" else 1
@@ -133,7 +159,9 @@ def _rollout_seconds(config: Config, shape: ModelShape, speed: GpuSpeed, width: 
         / (MEMORY_EFFICIENCY * speed.bandwidth)
     )
     compute = 2 * shape.active * batch / split / (COMPUTE_EFFICIENCY * speed.flops)
-    return waves * config.rollout.sampling.max_tokens * max(read, compute)
+    prompts = 0 if wanted is None else -(-wanted.prompts_per_step // engine.count)
+    images = prompts * _flops_of_images(shape) / split / (COMPUTE_EFFICIENCY * speed.flops)
+    return waves * config.rollout.sampling.max_tokens * max(read, compute) + images
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +280,10 @@ def _durations_text(durations: Mapping[str, StepDurations]) -> str:
 
 
 def _unit_text(shape: ModelShape) -> str:
-    layer = shape.largest_unit == max(shape.per_layer, default=0)
-    return "a decoder layer" if layer else "embedding, head and last norm"
+    if shape.largest_unit == max(shape.per_layer, default=0):
+        return "a decoder layer"
+    seeing = shape.vision is not None and shape.largest_unit == shape.vision.largest_unit
+    return "a part of the vision tower" if seeing else "embedding, head and last norm"
 
 
 def _duration_text(seconds: float) -> str:
