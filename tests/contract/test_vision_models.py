@@ -144,6 +144,28 @@ def test_a_forest_with_images_equals_separate_forwards(samples: VisionSamples, f
     assert tower and all(bool(grad.abs().max() > 0) for grad in tower)
 
 
+def test_prompts_with_one_image_and_with_several_in_one_row(tmp_path) -> None:
+    """LLaVA-OneVision cuts the images of prompts with one into tiles, and no others."""
+    samples = VisionSamples(tmp_path / "m", "llava_onevision")
+    images = [picture(28, 20, 0), picture(14, 30, 1), picture(30, 30, 2)]
+    counts = (2, 1, 3, 1, 2)
+    prompts = [samples.prompt("abc?", images[:count]) for count in counts]
+    assert [prompt.prepared[0].inputs["pixel_values"].shape[1] > 1 for prompt in prompts] == [n == 1 for n in counts]
+    policy = loaded(samples, fused=True)
+    row = pack([(prompt, [samples.tokenizer.convert_tokens_to_ids(list("gfedcb"))]) for prompt in prompts])
+    found = row_logprobs(policy, row)
+    expected = torch.cat([samples.own_logprobs(each, row.tokens[-6:].tolist()) for each in prompts])
+    assert float((found - expected).detach().abs().max()) < 1e-5
+    # a row may have a part of a prompt's images, each in any place
+    own = [samples.reference.get_image_features(**prompt.inputs).pooler_output for prompt in prompts]
+    alone = [(image, rows) for prompt, each in zip(prompts, own, strict=True)
+             for image, rows in zip(prompt.prepared, each, strict=True)]  # fmt: skip
+    for order in ([0], [1, 2], [2, 0], [1, 2, 4], [0, 2, 5, 6, 7, 2, 8]):
+        inputs = row_images([alone[index][0] for index in order], [], "cpu").inputs
+        rows = image_features(policy.lm, inputs).rows
+        assert float((rows - torch.cat([alone[index][1] for index in order])).detach().abs().max()) < 1e-5
+
+
 def test_a_row_without_images_is_not_changed_by_the_dummy(samples: VisionSamples) -> None:
     policy = loaded(samples, fused=True)
     groups = forest(samples)

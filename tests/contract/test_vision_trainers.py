@@ -2,6 +2,8 @@
 both kinds of trainers; and what is published, resumed and exported.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, tr.Result]:
-    """One rank of the FSDP2 trainer, in this process."""
-    return {name: case("fsdp2", folder, tr.alone(), 0) for name, case in vr.suite("fsdp2").items()}
+def alone(folder: Path) -> Callable[[str], tr.Result]:
+    """One rank of the FSDP2 trainer, in this process, by the name of a case."""
+    return cache(lambda name: vr.CASES[f"fsdp2:{name}"](folder, tr.alone(), 0))
 
 
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=marks(kind)) for kind in vr.KINDS])
@@ -54,8 +56,18 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def pair(folder: Path, kind: str) -> Results:
     """Two ranks."""
-    cases = [f"{kind}:{name}" for name in vr.suite(kind)]
-    found = tr.launch(folder, 2, cases, module="vision_ranks", limit_s=400)
+    return on_two_ranks(folder, kind, list(vr.suite(kind)))
+
+
+@pytest.fixture(scope="module")
+def other_families(folder: Path, kind: str) -> Results:
+    """Two ranks, with the families of the long suites."""
+    vr.make_models(folder, vr.OTHERS)
+    return on_two_ranks(folder, kind, list(vr.LONG))
+
+
+def on_two_ranks(folder: Path, kind: str, names: list[str]) -> Results:
+    found = tr.launch(folder, 2, [f"{kind}:{name}" for name in names], module="vision_ranks", limit_s=400)
     return {name.partition(":")[2]: results for name, results in found.items()}
 
 
@@ -74,11 +86,25 @@ STEPS = [name for name, case in vr.SUITE.items() if isinstance(case, vr.Case)]
 
 @pytest.mark.parametrize("name", [*STEPS, "recomputed", "zero2"])
 def test_two_ranks_compute_what_one_process_computes(
-    name: str, kind: str, alone: dict[str, tr.Result], pair: Results
+    name: str, kind: str, alone: Callable[[str], tr.Result], pair: Results
 ) -> None:
     if name not in vr.suite(kind):
         pytest.skip("only of the FSDP2 trainer")
-    ranks, expected = pair[name], alone[name]
+    assert_equal(pair[name], alone(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", vr.OTHERS)
+def test_the_other_families_on_two_ranks_compute_what_one_process_computes(
+    family: str, alone: Callable[[str], tr.Result], other_families: Results
+) -> None:
+    assert_equal(other_families[family], alone(family))
+    assert_images_on_first(other_families[family])
+    assert all(rank.extra["packing"].mode == "forest" for rank in other_families[family])
+
+
+def assert_equal(ranks: list[tr.Result], expected: tr.Result) -> None:
+    """The ranks' gradients, weights and metrics are those of one process."""
     assert_near(vr.whole([r.extra["gradient"] for r in ranks]), vr.whole([expected.extra["gradient"]]), 2e-6)
     weights, after = tr.assemble([r.weights for r in ranks]), tr.assemble([expected.weights])
     assert weights.keys() == after.keys()
@@ -95,9 +121,18 @@ def test_the_ranks_find_that_rows_with_images_are_exact(name: str, pair: Results
         assert found.mode == "forest" and "with images, its own forward" in found.reason
 
 
-def test_images_were_on_one_rank_only(pair: Results) -> None:
-    first, second = (result.extra["images"] for result in pair["qwen3_vl"])
-    assert first == [2, 1, 0] and second == [0, 0, 0]
+@pytest.mark.parametrize("family", vr.FAMILIES)
+def test_images_were_on_one_rank_only(family: str, pair: Results) -> None:
+    assert_images_on_first(pair[family])
+
+
+def assert_images_on_first(ranks: list[tr.Result]) -> None:
+    """Images were on the first rank only, and the tower was trained."""
+    first, second = (result.extra["images"] for result in ranks)
+    assert sorted(first) == [0, 1, 2] and second == [0, 0, 0]
+    gradient = vr.whole([each.extra["gradient"] for each in ranks])
+    tower = [each for name, each in gradient.items() if "visual" in name or "vision" in name]
+    assert max(float(each.abs().max()) for each in tower) > 1e-6
 
 
 @pytest.mark.parametrize("name", ["resume", "resume-frozen"])
@@ -120,6 +155,18 @@ def test_only_parts_that_are_trained_are_published(pair: Results) -> None:
     for results in pair.values():
         for result in results:
             assert result.weights.keys() <= set(result.extra.get("published", result.weights))
+
+
+def test_text_alone_trains_the_language_model_and_leaves_the_rest(
+    alone: Callable[[str], tr.Result], pair: Results
+) -> None:
+    """Without images, no rank calls tower and projector, and weight decay does not reach them."""
+    before, after = (tr.assemble(parts) for parts in ([each.extra["before"] for each in pair["text-alone"]],
+                                                      [each.weights for each in pair["text-alone"]]))  # fmt: skip
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert changed and not any("visual" in name for name in changed)
+    expected = tr.assemble([alone("text-alone").weights])
+    assert max(float((after[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-5
 
 
 def test_features_of_a_frozen_tower_are_constant_unless_it_is_sharded(kind: str, pair: Results) -> None:
@@ -156,7 +203,7 @@ def logprobs(folder: Path, model: object, document: Document) -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "idefics3"])
 def test_one_process_computes_what_transformers_and_torch_do(
-    family: str, folder: Path, alone: dict[str, tr.Result]
+    family: str, folder: Path, alone: Callable[[str], tr.Result]
 ) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder / family, attn_implementation="eager")
     named, settings = dict(model.named_parameters()), tr.config(folder, family, "sft").trainer
@@ -172,9 +219,9 @@ def test_one_process_computes_what_transformers_and_torch_do(
             group["lr"] = tr.LR * rate
         optimizer.step()
         expected = {"loss": float(loss.detach()), "grad_norm": float(norm)}
-        found = alone[family].metrics[step]
+        found = alone(family).metrics[step]
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    after = tr.assemble([alone[family].weights])
+    after = tr.assemble([alone(family).weights])
     assert max(float((after[name] - named[name].detach()).abs().max()) for name in after) < 2e-5
 
 

@@ -2,6 +2,7 @@
 objectives with pairs and groups, resume, and export.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from lockstep.data.micro_batch import MicroBatch, MiniBatch
 from lockstep.data.mini_batches import TrainingBatch, pack
 from lockstep.data.samples import Completion, Document, Group, Pair, PlacedImage, Prompt, Rollouts
 from lockstep.models.model_loader import load_tokenizer
+from lockstep.models.vision.tiny_families import VISION_FAMILIES
 from lockstep.models.vision.tiny_vision import make_tiny_vision
 from lockstep.run.step_preferences import prepare_pairs
 from lockstep.train.distributed import ParallelContext
@@ -30,6 +32,9 @@ from lockstep.train.trainer_kinds import SERVED_MODELS
 from lockstep.train.trainer_protocol import Trainer
 
 FAMILIES = ("qwen3_vl", "idefics3", "gemma3", "llava_onevision")
+"""Of the plain suite: they differ in positions, tiles, attention and the arguments of the tower."""
+OTHERS = tuple(family for family in VISION_FAMILIES if family not in FAMILIES)
+"""Of the long suites."""
 SIZES = {"hidden": 32, "heads": 2, "kv_heads": 1, "ffn": 48, "vision_hidden": 16, "vision_heads": 2, "vision_ffn": 32}
 FROZEN: dict[str, Any] = {"vision": {"tower": {"train": False}, "projector": {"train": False}}}
 PROJECTOR: dict[str, Any] = {"vision": {"tower": {"train": False}, "language": {"train": False}}}
@@ -37,9 +42,9 @@ RATES: dict[str, Any] = {"vision": {"tower": {"lr": 5e-4}, "projector": {"lr": 4
 BUDGET = 80
 
 
-def make_models(folder: Path) -> None:
-    """Writes the models, and for each the prompts of the data with their prepared images."""
-    for family in FAMILIES:
+def make_models(folder: Path, families: Sequence[str] = FAMILIES) -> None:
+    """Writes models, and for each the prompts of the data with their prepared images."""
+    for family in families:
         make_tiny_vision(folder / family, family=family, **SIZES)
         torch.save(_prompts(folder, family), folder / f"{family}.prompts")
 
@@ -230,6 +235,21 @@ def served(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Res
     return result
 
 
+def text_alone(kind: str, folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
+    """Data without images: tower and projector are in no forward, and stay as they are."""
+    role = role_of(folder, "qwen3_vl", "sft", {}, kind)
+    trainer = tr.create(role, ranks)
+    texts = [each for each in documents(folder, "qwen3_vl") if not each.images]
+    batch = pack(forest_from_documents(texts * 2), ranks.world, BUDGET, "single")
+    rows = next(iter(batch.minibatches(1, None, role.objective))).by_rank[ranks.rank]
+    result = tr.Result(ranks.rank)
+    assert len(rows) > 1
+    result.extra["before"] = tr.rows_of_all(trainer)
+    result.metrics = tr.take_steps(trainer, rows, 3)
+    result.weights = tr.rows_of_all(trainer)
+    return result
+
+
 SUITE: dict[str, Any] = {
     **{family: Case(family, export=family == "qwen3_vl") for family in FAMILIES},
     "frozen": Case(model=FROZEN),
@@ -241,9 +261,12 @@ SUITE: dict[str, Any] = {
     "grpo": Case(recipe="grpo"),
     "grpo-frozen": Case(recipe="grpo", model=FROZEN),
     "adapter": Case("idefics3", model={"adapter": {"r": 2}}),
+    "text-alone": text_alone,
     "resume": partial(resume, {}),
     "resume-frozen": partial(resume, FROZEN),
 }
+LONG: dict[str, Any] = {family: Case(family) for family in OTHERS}
+"""Cases of all kinds in the long suites."""
 FSDP2_ONLY: dict[str, Any] = {
     "recomputed": Case(trainer={"activation_checkpointing": True}),
     "zero2": Case(trainer={"reshard_after_forward": False}),
@@ -257,5 +280,5 @@ def suite(kind: str) -> dict[str, Any]:
 
 
 CASES: dict[str, tr.Case] = {
-    f"{kind}:{name}": partial(case, kind) for kind in KINDS for name, case in suite(kind).items()
+    f"{kind}:{name}": partial(case, kind) for kind in KINDS for name, case in {**suite(kind), **LONG}.items()
 }

@@ -356,11 +356,13 @@ def build_once(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def train(folder: Path, values: Mapping[str, Any], *arguments: str, cold: bool = False) -> Path:
+def train(
+    folder: Path, values: Mapping[str, Any], *arguments: str, cold: bool = False, limit_s: float = BOUND_S
+) -> Path:
     """Run to the end; returns the run's folder."""
     run = Path(values["folder"]) / values["name"]
     launched = Launched.start(run, str(write(folder, values)), *arguments, cold=cold)
-    assert launched.finish() == 0, launched.text()
+    assert launched.finish(limit_s) == 0, launched.text()
     return run
 
 

@@ -108,7 +108,7 @@ def test_a_policy_learns_where_the_square_is(tmp_path: Path, seed: int) -> None:
         load_config(ROOT / "examples" / name)
         values = yaml.safe_load((ROOT / "examples" / name).read_text().replace("runs/", f"{tmp_path}/runs/"))
         values |= {"folder": f"{tmp_path}/runs", "seed": seed}
-        run = train(tmp_path, values)
+        run = train(tmp_path, values, limit_s=800)
         results[name] = json.loads((run / "summary.json").read_text())
     rewards = results["scene_grpo.yaml"]["eval/reward_mean"]
     assert rewards["first"] < 0.5 and rewards["final"] > rewards["first"] + 0.25, rewards

@@ -13,7 +13,8 @@ from lockstep.data.samples import PlacedImage
 
 _TILES_DIMENSION = 1
 _IMAGES_OF_PROMPT = "batch_num_images"
-"""LLaVA-OneVision's number of images in each prompt: only the image of a prompt with one is cut into tiles."""
+"""LLaVA-OneVision's number of images in each prompt: only the image of a prompt with one is cut into tiles. Here and in
+prepared images, it stands once for each image."""
 
 
 @dataclass(slots=True)
@@ -80,10 +81,7 @@ def joined_inputs(prepared: Sequence[PreparedImage]) -> dict[str, np.ndarray]:
     names = list(prepared[0].inputs)
     if any(image.inputs.keys() != prepared[0].inputs.keys() for image in prepared):
         raise ValueError(f"images have different arrays: {sorted({name for i in prepared for name in i.inputs})}")
-    joined = {name: _joined(name, [image.inputs[name] for image in prepared]) for name in names}
-    if _IMAGES_OF_PROMPT in joined:
-        joined[_IMAGES_OF_PROMPT] = _prompt_sizes(joined[_IMAGES_OF_PROMPT])
-    return joined
+    return {name: _joined(name, [image.inputs[name] for image in prepared]) for name in names}
 
 
 def _joined(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -102,37 +100,33 @@ def _joined(name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(padded)
 
 
-def _prompt_sizes(counts: np.ndarray) -> np.ndarray:
-    """Converts the size of each image's prompt to one size per prompt. Neighbouring prompts of several images count as
-    one, which the model treats alike.
-
-    Raises:
-        ValueError: an image of a prompt with several is alone between prompts with one.
-    """
-    sizes: list[int] = []
-    several = [int(count) > 1 for count in counts]
-    for index, among in enumerate(several):
-        if among and index and several[index - 1]:
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-    if several[-1] and sizes[-1] == 1:
-        sizes[-1] = 2  # the model reads only as many as there are images, and 1 would mean a prompt with one
-    if sum(size == 1 for size in sizes) != several.count(False):
-        raise ValueError("an image of a prompt with several images is alone in a row: give all images of the prompt")
-    return np.array(sizes, dtype=counts.dtype)
-
-
 def image_features(lm: Any, inputs: Mapping[str, Tensor]) -> ImageFeatures:
     """Computes the features of images by the model's own tower and projector.
 
     Args:
         lm: a vision-language model of transformers.
-        inputs: the arguments of its `get_image_features`.
+        inputs: the arguments of its `get_image_features`, as in `RowImages`.
     """
+    if _IMAGES_OF_PROMPT in inputs:
+        return _features_by_prompt_size(lm, inputs)
     found = lm.get_image_features(**inputs)
     deepstack = getattr(found, "deepstack_features", None)
     return ImageFeatures(_rows(found.pooler_output), None if deepstack is None else [_rows(each) for each in deepstack])
+
+
+def _features_by_prompt_size(lm: Any, inputs: Mapping[str, Tensor]) -> ImageFeatures:
+    """Computes features by a model that cuts the images of prompts with one image only.
+
+    The model gets sizes of prompts in the order of the images, and a row may have a part of a prompt's images. So those
+    that are not cut come last, as if they were of one prompt: the model reads as many sizes as there are images.
+    """
+    among_others = inputs[_IMAGES_OF_PROMPT] > 1
+    order = among_others.int().argsort(stable=True)
+    count = int(among_others.sum())
+    sizes = [1] * (len(order) - count) + ([max(2, count)] if count else [])
+    sorted_inputs = {name: each[order] for name, each in inputs.items() if name != _IMAGES_OF_PROMPT}
+    found = lm.get_image_features(**sorted_inputs, batch_num_images=torch.tensor(sizes, device=order.device))
+    return ImageFeatures(_rows([found.pooler_output[index] for index in order.argsort()]), None)
 
 
 def deepstack_arguments(deepstack: Sequence[Tensor] | None, places: Tensor, tokens: int) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def prepare_run(
     data = open_run_data(config, models, tokenizer, (folder / IMAGE_FOLDER).absolute())
     starts = [] if resume is None else earlier_starts(resume)
     plan, compile_notes = choose_compilation(config, plan, models, data.samples, starts)
-    notes += [*_mixture_notes(config, data), *compile_notes]
+    notes += [*_mixture_notes(config, data), *_text_alone_notes(config, models, data), *compile_notes]
     prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
     check_same_data(folder, starts, config.data.sources, prepared.row_counts)
     return prepared
@@ -248,6 +248,28 @@ def _mixture_notes(config: RunConfig, data: RunData) -> list[str]:
         for part, count, weight in zip(config.data.mixture, counts, weights, strict=True)
     ]
     return [f"data is a mixture: {', '.join(parts)}"]
+
+
+def _text_alone_notes(config: RunConfig, models: Mapping[str, ModelFacts], data: RunData) -> list[str]:
+    """Says which parts of vision-language models no row calls, if the data has no images. Raises ModelError if a model
+    would train no others."""
+    notes = []
+    for role in config.train_roles:
+        facts, vision = models[role.name], role.model.vision
+        if data.has_images or facts.vision is None or not facts.changing - {"language"}:
+            continue
+        if "language" not in facts.changing:
+            name, value = "model.vision.language.train", vision.language.train
+            if value:
+                name, value = "model.adapter.target_modules", getattr(role.model.adapter, "target_modules", None)
+            problem = "the data has no images, and only what computes images would be trained"
+            raise ModelError(role.field(name), value, problem, "train the language model, or take data with images")
+        unused = " ".join(f"{role.field(f'model.vision.{part}.train')}=false" for part in ("tower", "projector"))
+        notes.append(
+            f"the data has no images: tower and projector of {role.model.path} are never called and stay as they are; "
+            f"{unused} saves the memory of their optimizer state"
+        )
+    return notes
 
 
 def _check_filter_metric(config: RunConfig) -> None:

@@ -92,7 +92,7 @@ class DeepSpeedTrainer:
         fill_model(self.policy, role, ranks, settings, role.seed)
         self.merged_weights = self._merged_weights()
         self.objective = with_router_loss(make_objective(role.objective), self.policy, role)
-        self.optimizer = self._make_optimizer()
+        self.optimizer = self._make_optimizer(images is not None)
         self.engine = make_engine(ranks, self.policy, settings, self.optimizer)
         if self.stage == 3:
             register_parameters(self.policy)
@@ -314,10 +314,18 @@ class DeepSpeedTrainer:
                 self.reference.close()
             self.ranks.leave()
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        """AdamW of torch, which needs no compiler, with the groups of the FSDP2 trainer."""
+    def _make_optimizer(self, sees: bool) -> torch.optim.AdamW:
+        """AdamW of torch, which needs no compiler, with the groups of the FSDP2 trainer.
+
+        Args:
+            sees: whether the data has images. Without, tower and projector stay as they are: DeepSpeed gives weights
+                that are in no forward a gradient of zero, and weight decay would shrink them.
+        """
         settings, weights = self.role.trainer.optimizer, self.merged_weights
         groups = optimizer_groups(self.policy, weights.trained, weights.trained_parts, settings.weight_decay)
+        for group in groups:
+            if not sees and group["part"] != "language":
+                group["weight_decay"] = 0.0
         return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
     def _as_reference(self) -> AbstractContextManager[PolicyModel]:

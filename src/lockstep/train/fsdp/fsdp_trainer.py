@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MicroBatch
-from lockstep.models.errors import ModelError
 from lockstep.models.lora import starts_from_other_weights
 from lockstep.models.model_loader import context_length, resolve_dtype
 from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.models.score_model import ScoreModel
-from lockstep.models.vision.model_parts import ModelPart, changing_parts
+from lockstep.models.vision.model_parts import ModelPart
 from lockstep.train.adapters.adapter_training import (
     InitialAdapter,
     adapter_dropout,
@@ -53,6 +52,7 @@ from lockstep.train.fsdp.parallelize import (
     local_shard,
     move_weights,
     parameter_dtype,
+    uncalled_modules,
 )
 from lockstep.train.lazy_weights import gather_buckets, own_shards
 from lockstep.train.metric_reduction import MetricAccumulator, ReducedMetrics
@@ -131,10 +131,7 @@ class FSDP2Trainer:
         """Optimizer steps of another run, from whose checkpoint this run started."""
         self.offloaded = False
         self.kept = KeptForward.of(role, self.objective)
-        if images is None and ranks.world > 1 and changing_parts(self.policy.lm) - {"language"}:
-            problem = "the data has no images, so FSDP2 would never gather tower and projector, which are to be trained"
-            remedy = "set model.vision.tower.train and model.vision.projector.train to false"
-            raise ModelError("model.vision", role.model.path, problem, remedy)
+        self.uncalled = uncalled_modules(self.policy) if images is None else []
         inputs = image_inputs(images, role.model, self.policy, ranks.device)
         self.forward = ForwardSettings(ranks.device, role.temperature, role.trainer.head_chunk, inputs)
 
@@ -211,7 +208,8 @@ class FSDP2Trainer:
         metrics = MetricAccumulator(self.objective.metrics, self.ranks.device)
         with adapter_dropout(self.policy, self.adapter):
             for done, microbatch in enumerate(microbatches, start=1):
-                begin_microbatch(self.policy, done == len(microbatches), self.role.trainer.reshard_after_forward)
+                last, reshard = done == len(microbatches), self.role.trainer.reshard_after_forward
+                begin_microbatch(self.policy, last, reshard, self.uncalled)
                 seed_dropout(self.adapter, self.role.seed, self.optimizer.steps, done, self.ranks.rank)
                 self._backward(microbatch, metrics)
                 current_beacon().progress("microbatches", done, len(microbatches))

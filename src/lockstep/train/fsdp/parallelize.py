@@ -1,7 +1,7 @@
 """Builds the model that a rank trains or evaluates: loads the rank's rows, and shards it with FSDP2."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,15 +114,29 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     return [found for found in module.modules() if isinstance(found, FSDPModule)]
 
 
-def begin_microbatch(policy: nn.Module, last: bool, reshard_after_forward: bool) -> None:
+def uncalled_modules(policy: PolicyModel) -> list[FSDPModule]:
+    """Returns the modules of FSDP2 that no row calls if the data has no images."""
+    vision = find_vision(policy.lm)
+    parts = () if vision is None else (vision.tower, *vision.projector)
+    return list(dict.fromkeys(module for part in parts for module in sharded_modules(part)))
+
+
+def begin_microbatch(
+    policy: nn.Module, last: bool, reshard_after_forward: bool, uncalled: Sequence[FSDPModule] = ()
+) -> None:
     """Sets whether the next backward reduces gradients over the ranks (for the last micro-batch of a step) or only sums
     them locally (for all others). So the number of reductions does not depend on the data.
 
     Without `reshard_after_forward` (ZeRO-2), layers stay gathered for the whole step, so that they are gathered once,
     whatever the number of micro-batches.
+
+    Args:
+        uncalled: modules that no row calls, which have no gradients to sum: FSDP2 would look for them.
     """
     if isinstance(policy, FSDPModule):
         policy.set_requires_gradient_sync(last)
+        for module in uncalled:
+            module.set_requires_gradient_sync(True)
         policy.set_reshard_after_backward(last or reshard_after_forward)
 
 

@@ -44,24 +44,6 @@ def test_missing_tiles_are_filled_with_zeros() -> None:
     assert found["pixel_attention_mask"].sum() == 4 * 16
 
 
-@pytest.mark.parametrize(
-    ("among", "sizes"),
-    [
-        ([1, 1], [1, 1]),
-        ([2, 2, 1], [2, 1]),
-        ([1, 3, 3, 3, 2, 2], [1, 5]),
-        ([1, 2], [1, 2]),
-    ],
-)
-def test_numbers_of_images_become_those_of_prompts(among: list[int], sizes: list[int]) -> None:
-    images = [image(pixel_values=np.zeros((1, 1, 3, 4, 4)), batch_num_images=np.array([each])) for each in among]
-    found = joined_inputs(images)["batch_num_images"].tolist()
-    assert found == sizes
-    # as LLaVA-OneVision reads them: which images are cut into tiles
-    cut = [size == 1 for size in found for _ in range(size)]
-    assert [whole for whole, _ in zip(cut, among, strict=False)] == [each == 1 for each in among]
-
-
 def test_what_cannot_be_joined_is_refused() -> None:
     square, wide = image(pixel_values=np.zeros((1, 3, 4, 4))), image(pixel_values=np.zeros((1, 3, 4, 8)))
     with pytest.raises(ValueError, match=r"pixel_values of the images .* \[1, 3, 4, 4\], \[1, 3, 4, 8\]"):
@@ -72,6 +54,3 @@ def test_what_cannot_be_joined_is_refused() -> None:
         row_images([square], [placed(1, 2, 3)], "cpu")
     with pytest.raises(ValueError, match="2 placed and 1 prepared"):
         row_images([square], [placed(1, 2), placed(3, 4)], "cpu")
-    lone = [image(pixel_values=np.zeros((1, 1, 3, 4, 4)), batch_num_images=np.array([each])) for each in (2, 1)]
-    with pytest.raises(ValueError, match="give all images of the prompt"):
-        joined_inputs(lone)

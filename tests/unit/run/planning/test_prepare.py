@@ -18,8 +18,9 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.models.errors import ModelError
 from lockstep.models.model_loader import load_policy
 from lockstep.models.tiny_model import make_tiny
+from lockstep.models.vision.tiny_vision import make_tiny_vision
 from lockstep.run.errors import RunRefused
-from lockstep.run.planning.prepare import prepare_run
+from lockstep.run.planning.prepare import PreparedRun, prepare_run
 from lockstep.run.planning.working_folder import START_EVENT
 
 
@@ -48,6 +49,28 @@ def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> Non
         write(data, rows)
         with pytest.raises(RunRefused, match=rf"had 20 rows to use .* and has {rows} now"):
             prepare_run(None, fresh.folder)
+
+
+def test_what_text_alone_does_not_train_of_a_model_that_sees(tmp_path: Path) -> None:
+    make_tiny_vision(tmp_path / "model", family="qwen3_vl", max_length=64)
+    write(tmp_path / "data.jsonl", 8)
+
+    def prepared(model: dict[str, Any]) -> PreparedRun:
+        values: dict[str, Any] = {
+            "recipe": "sft", "name": "x", "folder": str(tmp_path), "steps": 1, "batch_size": 4,
+            "model": {"path": str(tmp_path / "model"), **model}, "data": {"path": str(tmp_path / "data.jsonl")},
+            "cluster": {"device": "cpu"}, "trainer": {"ranks": 2},
+        }  # fmt: skip
+        return prepare_run(check_config(values, "test"), None)
+
+    (note,) = (each for each in prepared({}).notes if "no images" in each)
+    assert "never called and stay as they are" in note and "model.vision.tower.train=false" in note
+    frozen = {"tower": {"train": False}, "projector": {"train": False}}
+    assert not any("no images" in each for each in prepared({"vision": frozen}).notes)
+    with pytest.raises(ModelError, match=r"^model\.vision\.language\.train = False: the data has no images, .*; train"):
+        prepared({"vision": {"language": {"train": False}}})
+    with pytest.raises(ModelError, match=r"^model\.adapter\.target_modules = \('qkv',\): the data has no images"):
+        prepared({"adapter": {"r": 2, "target_modules": ["qkv"]}})
 
 
 def test_a_mixture_is_described_and_not_resumed_with_other_rows_of_one_dataset(tmp_path: Path) -> None:
