@@ -138,6 +138,15 @@ class MixedSource(SampleSource[Sample]):
     def has_images(self) -> bool:
         return any(source.has_images for source in self._sources)
 
+    def usable_sample(self, row: int, epoch: int = 0) -> Sample | None:
+        source, inner = self._find(row)
+        found = self._sources[source].usable_sample(inner, epoch)
+        return None if found is None else replace(found, uid=make_uid(epoch, row), row=row)
+
+    def record_images(self) -> None:
+        for source in self._sources:
+            source.record_images()
+
     def prefetch(self, rows: Sequence[int]) -> None:
         for source, inner in map(self._find, rows):
             self._sources[source].prefetch([inner])
