@@ -66,13 +66,13 @@ class RolloutSetup:
 
     def generate(self, n):
         """`n` completions of each prompt, as step 0."""
-        draws = PromptSampler(self, self.ledger, len(self.prompts), filtered=False)
+        draws = PromptSampler(self.take, self.ledger, len(self.prompts), filtered=False)
         buffer = RolloutBuffer(self.engines, self.ledger, draws, n, steps=1, max_staleness=0)
         rollouts = buffer.take(0, len(self.prompts))
         self.metrics = buffer.metrics(0)
         return rollouts
 
-    def take(self, start, count):
+    def take(self, step, start, count):
         return self.prompts[start : start + count]
 
     def close(self):

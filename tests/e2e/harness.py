@@ -16,14 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 import yaml
 from forked_controller import BOUND_S, ENVIRONMENT, Forked
+from PIL import Image
 from safetensors.numpy import load_file
 
 from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
+from lockstep.models.vision.tiny_vision import make_tiny_vision
 from lockstep.watch.beacon.beacon_records import (
     COUNTER_STRUCT,
     COUNTERS_AT,
@@ -38,6 +41,8 @@ from lockstep.watch.procfs.processes import is_alive
 T = TypeVar("T")
 
 ALPHABET = "0123456789="
+PICTURES = "pictures-"
+"""Begins the names of recipes whose data has images."""
 LOCKSTEP = [str(Path(sys.executable).with_name("lockstep"))]
 SEED = int(os.environ.get("LOCKSTEP_TEST_SEED", "0"))
 """The seed of these tests; `script/test --full --seed S` sets it."""
@@ -67,19 +72,50 @@ def task(folder: Path, rows: int = 20, hidden: int = 32) -> Path:
     return folder
 
 
+def picture_task(folder: Path, rows: int = 20) -> Path:
+    """The task with pictures as files: most rows have one, some two or none, of two sizes."""
+    sizes = {"hidden": 32, "heads": 2, "kv_heads": 1, "ffn": 64, "vision_hidden": 16, "vision_heads": 2}
+    make_tiny_vision(
+        folder / "model", alphabet=ALPHABET, max_length=64, layers=1, vision_layers=1, vision_ffn=32, seed=5, **sizes
+    )
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    both: dict[str, list[dict[str, Any]]] = {"grpo": [], "sft": []}
+    for row in range(rows):
+        digit, names = row % 10, []
+        for number in range((1, 1, 2, 1, 0)[row % 5]):
+            side = 16 if row % 2 else 24
+            names.append(f"{row}-{number}.png")
+            write_picture(folder / "data" / names[-1], seed=100 * row + number, side=side)
+        common = {"prompt": f"<image>{digit}<image>=" if len(names) == 2 else f"{digit}=", "images": names}
+        both["grpo"].append({**common, "answer": str(digit)})
+        both["sft"].append({**common, "completion": str(digit)})
+    for recipe, lines in both.items():
+        (folder / "data" / f"{PICTURES}{recipe}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return folder
+
+
+def write_picture(path: Path, seed: int, side: int = 16) -> None:
+    """Write a square picture of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
 def config(home: Path, recipe: str, **changes: Any) -> dict[str, Any]:
     """A run of eight quick steps that goes through every stage: checkpoints after steps 3, 6 and 8, evaluations
-    every second step. One thread everywhere, so that all torch workers are forked from one fork server."""
-    evaluation = {"data": {"path": str(home / "data" / "grpo.jsonl"), "limit": 16}, "every": 2}
+    every second step. One thread everywhere, so that all torch workers are forked from one fork server. The data of
+    `pictures-grpo` and `pictures-sft` is that of `picture_task`."""
+    name, recipe = recipe, recipe.removeprefix(PICTURES)
+    prompts = f"{name.removesuffix(recipe)}grpo.jsonl"
+    evaluation = {"data": {"path": str(home / "data" / prompts), "limit": 16}, "every": 2}
     common: dict[str, Any] = {
         "recipe": recipe,
-        "name": recipe,
+        "name": name,
         "folder": str(home / "runs"),
         "seed": 3,
         "steps": 8,
         "token_budget": 256,
         "model": {"path": str(home / "model")},
-        "data": {"path": str(home / "data" / f"{recipe}.jsonl")},
+        "data": {"path": str(home / "data" / f"{name}.jsonl")},
         "trainer": {"ranks": 2, "threads": 1, "optimizer": {"lr": 3e-3}},
         "evaluation": evaluation,
         "rollout": {"sampling": {"max_tokens": 4}, "engine": {"max_rows": 32, "threads": 1}},

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import train, write
+from harness import seeded_random, train, write
 from PIL import Image
+from resume_scenarios import InterruptedRun, References
+from safetensors.numpy import load_file
 
 from lockstep.config.loader import load_config
 from lockstep.models.vision.tiny_vision import make_tiny_vision
@@ -44,3 +46,21 @@ def test_images_in_the_data_are_kept_in_the_folder_of_a_run_and_of_no_dry_run(tm
     kept = [path.read_bytes() for path in (run / "images").rglob("*.original")]
     assert sorted(kept) == sorted(pictures)
     assert all("base64" not in path.read_text() for path in (run / "logs").rglob("*.log"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["pictures-grpo", "pictures-sft"])
+def test_killed_in_one_stage_after_the_other(reference: References, tmp_path: Path, recipe: str) -> None:
+    """The tower is trained, on two ranks: the run ends with the weights of an undisturbed one."""
+    interrupted, chance = InterruptedRun(reference(recipe), tmp_path, recipe), seeded_random("images", recipe)
+    if recipe == "pictures-grpo":
+        interrupted.kill("rollout", 0, chance.random())
+        interrupted.kill("logprobs", 4, chance.random())
+    interrupted.kill("train", 3, chance.random())
+    interrupted.kill("checkpoint", 5, chance.random())
+    interrupted.finish()
+    trained = {"tower": "visual.blocks", "projector": "visual.merger", "language": "language_model"}
+    folders = interrupted.reference.home / "model", interrupted.run / "export"
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    for part, name in trained.items():
+        assert any(name in each and (before[each] != after[each]).any() for each in before), part

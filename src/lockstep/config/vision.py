@@ -39,6 +39,10 @@ class VisionConfig(Section):
     max_pixels: int | None = Field(None, gt=0)
     """An image with more pixels is made smaller: it bounds the tokens that an image takes. The processor's own setting
     when absent."""
+    store_gb: float = Field(16.0, ge=0)
+    """Room for prepared images in the run's folder, in GB (10^9 bytes): about 24 MB for a million pixels. Images that
+    were used longest ago are deleted, and prepared again when they are needed; those of steps in progress are kept,
+    however large they are. Only the policy's counts."""
     tower: VisionPartConfig = VisionPartConfig()
     """The encoder of images."""
     projector: VisionPartConfig = VisionPartConfig()

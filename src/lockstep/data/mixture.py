@@ -139,6 +139,15 @@ class MixedSource(SampleSource[Sample]):
     def image_usage(self) -> ImageUsage:
         return sum((source.image_usage for source in self._sources), ImageUsage())
 
+    def usable_sample(self, row: int, epoch: int = 0) -> Sample | None:
+        source, inner = self._find(row)
+        found = self._sources[source].usable_sample(inner, epoch)
+        return None if found is None else replace(found, uid=make_uid(epoch, row), row=row)
+
+    def record_images(self) -> None:
+        for source in self._sources:
+            source.record_images()
+
     def prefetch(self, rows: Sequence[int]) -> None:
         for source, inner in map(self._find, rows):
             self._sources[source].prefetch([inner])

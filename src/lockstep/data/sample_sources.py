@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig
 from lockstep.data.chat_templates import TemplateRenderer
 from lockstep.data.dataset_format import DatasetFormat, DatasetSample
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
 from lockstep.data.images.image_content import UnusableImage
 from lockstep.data.images.image_usage import ImageTally, ImageUsage
-from lockstep.data.row_lengths import MEASURED_ROWS, LengthLimit, length_problem, select_fitting_rows
+from lockstep.data.row_lengths import LengthLimit, length_problem, select_fitting_rows
 from lockstep.data.sample_order import EpochOrder, SampleOrder, make_uid, parse_uid, permutation
 from lockstep.data.samples import Document, LabelledCompletion, Pair, PlacedImage, Prompt
 
@@ -68,22 +67,38 @@ class SampleSource(ABC, Generic[Sample]):
         """Metrics of a step: how many of its samples each dataset of a mixture gave."""
         return {}
 
-    def by_uid(self, uid: str) -> Sample:
-        """Returns the sample with this uid."""
+    def usable_by_uid(self, uid: str) -> Sample | None:
+        """Returns the sample with this uid, as `usable_sample`."""
         epoch, row = parse_uid(uid)
-        return self.sample(row, epoch)
+        return self.usable_sample(row, epoch)
 
     def take(self, start: int, count: int) -> list[Sample]:
-        """Returns `count` samples from position `start` on, the number of samples used before. Crosses epochs."""
+        """Returns `count` samples from position `start` on, the number of samples used before. Crosses epochs.
+
+        Rows whose images have become unusable since the run began are left out, if the config says so.
+        """
         if not self.has_images:
             return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
         taken = self._order.take(start, 2 * count)
         now = [row for _, row in taken[:count]]
         self.prefetch(now)
-        samples = [self.sample(row, epoch) for epoch, row in taken[:count]]
+        samples = [each for epoch, row in taken[:count] if (each := self.usable_sample(row, epoch)) is not None]
         following = dict.fromkeys(row for _, row in taken[count:])
         self.prefetch([row for row in following if row not in now])
         return samples
+
+    def first(self) -> Sample:
+        """Returns the first sample. Raises DataError if none can be used."""
+        found = next((found[0] for position in range(len(self)) if (found := self.take(position, 1))), None)
+        return self.sample(self._order.take(0, 1)[0][1]) if found is None else found
+
+    @abstractmethod
+    def usable_sample(self, row: int, epoch: int = 0) -> Sample | None:
+        """Returns the sample of a row; None if an image of it has become unusable, and such rows are left out."""
+
+    @abstractmethod
+    def record_images(self) -> None:
+        """Records the content of all image files. Raises DataError."""
 
     @property
     def has_images(self) -> bool:
@@ -135,11 +150,14 @@ class DatasetSource(SampleSource[Sample]):
         self._tally = ImageTally(len(rows))
         self._format = DatasetFormat(rows, cfg)
         self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn, images.processor if images else None)
-        unusable = self._rows_with_unusable_images() if images is not None and images.skips else frozenset()
+        changed = frozenset() if images is None else images.changed_rows(rows)
+        unusable = changed if images is None else changed | images.dropped_rows(rows, self._image_values)
         self._check_rows(cfg, unusable)
         fitting = select_fitting_rows(rows, self._lengths, limit, cfg.overlong, self.kind, unusable)
         kept = self._select_useful(fitting)
+        kept = np.union1d(kept, np.array(sorted(changed), np.int64))  # the order stays what it was
         self.dropped = len(rows) - kept.size
+        self._kept = kept
         self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
         self._usage = self._tally.usage(kept)
 
@@ -179,11 +197,25 @@ class DatasetSource(SampleSource[Sample]):
         self._usage = self._tally.usage(self._order.rows)
         held_out = np.sort(rows[drawn[:count]]).tolist()
         self.prefetch(held_out)
-        return [self.sample(row) for row in held_out]
+        return [each for row in held_out if (each := self.usable_sample(row)) is not None]
 
     @property
     def image_usage(self) -> ImageUsage:
         return self._usage
+
+    def usable_sample(self, row: int, epoch: int = 0) -> Sample | None:
+        try:
+            return self.sample(row, epoch)
+        except DataError as error:
+            if self._images is None or not self._images.skips or not isinstance(error.__cause__, UnusableImage):
+                raise
+            logger.warning("left out: %s", error)
+            return None
+
+    def record_images(self) -> None:
+        if self._images is None or not self.has_images:
+            return
+        self._images.record(self._rows, self._kept, self._image_values)
 
     def prefetch(self, rows: Sequence[int]) -> None:
         if self._images is None:
@@ -198,22 +230,8 @@ class DatasetSource(SampleSource[Sample]):
             if sample.images:
                 self._images.prefetch(row, sample.images)
 
-    def _rows_with_unusable_images(self) -> frozenset[int]:
-        """Decodes all images, and returns the rows to leave out."""
-        assert self._images is not None
-        found: dict[int, UnusableImage] = {}
-        for begin in range(0, len(self._rows), MEASURED_ROWS):
-            chosen = range(begin, min(begin + MEASURED_ROWS, len(self._rows)))
-            problems = self._images.problems([self._format.read(row).image_values for row in chosen])
-            found |= {row: problem for row, problem in zip(chosen, problems, strict=True) if problem is not None}
-        if found:
-            row, problem = next(iter(found.items()))
-            if len(found) == len(self._rows):
-                raise self._rows.data_error(row, problem)
-            count = f"{count_noun(len(found), 'row')} with unusable images, of {len(self._rows):,}"
-            first = f"the first, {self._rows.place(row)[1]}: {problem}"
-            logger.warning("%s: left out %s; %s", self.path, count, first)
-        return frozenset(found)
+    def _image_values(self, row: int) -> list[Any]:
+        return self._format.read(row).image_values
 
     def _read(self, row: int) -> DatasetSample:
         """Reads a row and the sizes of its images. Raises DataError."""

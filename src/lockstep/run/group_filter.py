@@ -64,6 +64,8 @@ class GroupFilter:
         for group in rollouts.groups:
             usable = not self.config.enable or has_signal(group, self.config.metric)
             (self._groups if usable and self.missing else self._discarded).append(group)
+        if not self.config.enable:  # there is one round, from which rows may have been left out
+            self.wanted = len(self._groups)
         if self.missing and self.rounds >= self.config.max_num_gen_batches:
             if self.config.at_limit == "error":
                 raise NoSignal(self.step, self.rounds, len(self._groups), self.wanted, self.config.metric)

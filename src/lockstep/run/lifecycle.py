@@ -400,6 +400,6 @@ def _add_engine_roles(
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if (wanted := config.generation) is not None:
-        sampler = PromptSampler(prepared.data.samples, ledger, wanted.prompts_per_step, wanted.filter_groups.enable)
+        sampler = PromptSampler(prepared.data.take, ledger, wanted.prompts_per_step, wanted.filter_groups.enable)
         size, staleness = wanted.group_size, config.rollout.max_staleness
         roles.rollouts = RolloutBuffer(engines, ledger, sampler, size, config.steps, staleness)

@@ -7,13 +7,12 @@ Engines load published weights between two decode steps, and every token records
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from lockstep.base.text import count_noun
-from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -27,20 +26,24 @@ class PromptSampler:
     not known beforehand, so the ledger records each draw before it is used: a resumed run repeats the draws.
 
     Args:
+        take: returns prompts of a step from a position on, so many; fewer if rows are left out because their images
+            have become unusable.
         per_step: prompts of a step's first round.
         filtered: whether groups are filtered, so that steps may need more rounds.
     """
 
-    def __init__(self, source: SampleSource[Prompt], ledger: Ledger, per_step: int, filtered: bool) -> None:
-        self.source, self.ledger = source, ledger
+    def __init__(
+        self, take: Callable[[int, int, int], list[Prompt]], ledger: Ledger, per_step: int, filtered: bool
+    ) -> None:
+        self.take, self.ledger = take, ledger
         self.per_step, self.filtered = per_step, filtered
 
     def draw(self, step: int, round: int = 0, count: int | None = None) -> list[Prompt]:
         """Returns the prompts of a round of a step: `count` new ones, or those that the round had before a restart."""
         wanted = self.per_step if count is None else count
         if not self.filtered:
-            return self.source.take(step * self.per_step, wanted)
-        return self.source.take(*self.ledger.draw(step, round, wanted))
+            return self.take(step, step * self.per_step, wanted)
+        return self.take(step, *self.ledger.draw(step, round, wanted))
 
 
 PERSIST_INTERVAL_S = 1.0

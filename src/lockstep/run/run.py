@@ -148,21 +148,26 @@ class Run:
 
     def documents(self, step: int, count: int) -> list[Document]:
         """Returns the `count` documents of a step."""
-        documents: list[Document] = self.samples.take(step * count, count)
+        documents: list[Document] = self._take(step, count)
         self._row |= self.samples.counts(documents)
         return documents
 
     def pairs(self, step: int, count: int) -> list[Pair]:
         """Returns the `count` pairs of a step."""
-        pairs: list[Pair] = self.samples.take(step * count, count)
+        pairs: list[Pair] = self._take(step, count)
         self._row |= self.samples.counts(pairs)
         return pairs
 
     def labelled(self, step: int, count: int) -> list[LabelledCompletion]:
         """Returns the `count` completions with labels of a step."""
-        completions: list[LabelledCompletion] = self.samples.take(step * count, count)
+        completions: list[LabelledCompletion] = self._take(step, count)
         self._row |= self.samples.counts(completions)
         return completions
+
+    def _take(self, step: int, count: int) -> list[Any]:
+        samples = self.roles.data.take(step, step * count, count)
+        self._row |= self.roles.data.left_out(step, samples, count)
+        return samples
 
     def seed(self, step: int) -> int:
         """The seed of all random choices in a step except its completions."""
@@ -233,6 +238,7 @@ class Run:
         else:
             self.reporter.step_repeated(step)
         self._version = step + 1
+        self.roles.data.release(*range(step + 1))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -266,11 +272,15 @@ class Run:
         wanted, config = generation.prompts_per_step, generation.filter_groups
         if stored is None:
             return GroupFilter(step, wanted, config)
-        self.roles.data.restore_images([group.prompt for group in stored.rollouts.groups])
+        groups = stored.rollouts.groups
+        if lost := self.roles.data.restore_images(step, [group.prompt for group in groups]):
+            groups[:] = [group for group in groups if group.prompt.uid not in lost]
         return GroupFilter(step, wanted, config, stored.rollouts, stored.extra)
 
     def collected(self, step: int, groups: GroupFilter) -> None:
         """Makes a step's scored rollouts durable, unless they come from the ledger."""
+        wanted = _require_role(self.config.generation, "generation").prompts_per_step
+        self._row |= self.roles.data.left_out(step, groups.rollouts.groups, wanted)
         if groups.stored is None:
             self.ledger.record_rollouts(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
         self._samples = self.reporter.choose_samples(step, groups.rollouts)
@@ -350,7 +360,8 @@ class Run:
             with self.stage(due.stage):
                 if due.stage in GENERATION_STAGES:
                     self.weights.publish(version)
-                measured, shown = due.measure(version)
+                with self.roles.data.evaluated_images():
+                    measured, shown = due.measure(version)
             metrics, samples = metrics | measured, samples + shown
         if metrics:
             evaluator.record(version, metrics, samples)

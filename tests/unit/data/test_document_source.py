@@ -130,7 +130,7 @@ def test_take_goes_through_epochs(source) -> None:
     uids = [document.uid for document in documents.take(0, 10)]
     assert sorted(uids) == sorted(f"{epoch}:{row}" for epoch in range(2) for row in range(5))
     assert [document.uid for document in documents.take(3, 4)] == uids[3:7]
-    assert documents.by_uid(uids[8]).uid == uids[8]
+    assert documents.usable_by_uid(uids[8]).uid == uids[8]
 
 
 @pytest.mark.parametrize("merges", [(), ("=2",)])

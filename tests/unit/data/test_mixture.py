@@ -117,7 +117,7 @@ def test_samples_of_a_mixture_have_unique_uids_and_the_columns_of_their_rows(mix
     prompts = source.take(0, 40)
     assert len({each.uid for each in prompts}) == 40
     for each in prompts:
-        again = source.by_uid(each.uid)
+        again = source.usable_by_uid(each.uid)
         assert (again.text, again.row, again.uid) == (each.text, each.row, each.uid)
         assert f"only_{each.text[0]}" in each.columns and len(each.columns) == 2
     counts = source.counts(prompts)

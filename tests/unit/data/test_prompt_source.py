@@ -157,7 +157,7 @@ def test_take_is_a_pure_function_of_the_position(source) -> None:
     assert uids[:7] != [f"0:{row}" for row in range(7)]
     assert [p.uid for p in source(data, seed=5).take(5, 6)] == uids[5:11]
     assert [p.uid for p in source(data, seed=6).take(0, 21)] != uids
-    assert one.by_uid(uids[9]).text == f"p{uids[9][2:]}"
+    assert one.usable_by_uid(uids[9]).text == f"p{uids[9][2:]}"
     assert [p.uid for p in source(data, shuffle=False).take(6, 2)] == ["0:6", "1:0"]
 
 

@@ -24,7 +24,7 @@ from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer, TooStale, 
 class Source:
     """Prompts whose row is their position."""
 
-    def take(self, start: int, count: int) -> list[Prompt]:
+    def take(self, step: int, start: int, count: int) -> list[Prompt]:
         return prompts(start + count)[start:]
 
 
@@ -35,7 +35,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def buffer(ledger: Ledger, engine: Engine, ahead: int = 0, steps: int = 9, filtered: bool = False) -> RolloutBuffer:
     engines = RolloutClient([engine], SamplingConfig(), 0)  # type: ignore[list-item]
-    draws = PromptSampler(Source(), ledger, 2, filtered)  # type: ignore[arg-type]
+    draws = PromptSampler(Source().take, ledger, 2, filtered)
     return RolloutBuffer(engines, ledger, draws, group_size=2, steps=steps, max_staleness=ahead)
 
 

@@ -1,20 +1,31 @@
 """Prepares the images of samples, in threads and ahead of time, and puts them into the run's store."""
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lockstep.base import waits
+from lockstep.base.text import count_noun
 from lockstep.config.vision import ImageDataConfig
+from lockstep.data.dataset_rows import BadRow, DatasetRows
 from lockstep.data.images.image_content import UnusableImage
 from lockstep.data.images.image_processor import ImageExpansion, ImageProcessor, ImageRefused
+from lockstep.data.images.image_record import list_changes
 from lockstep.data.images.image_source import ImageFinder, RowImage
 from lockstep.data.images.image_store import ImageStore
+from lockstep.data.row_lengths import MEASURED_ROWS
+
+logger = logging.getLogger(__name__)
 
 _STALL_S = 120.0
 """Reading and preparing one image takes a fraction of a second; a file on a network may take longer."""
+ImageReader = Callable[[int], Sequence[Any]]
+"""Returns what a row of the data has for its images."""
 MOST_AHEAD = 4096
 """Images that are prepared ahead of time, at most."""
 
@@ -44,6 +55,8 @@ class ImageLoader:
         self.processor, self._store = processor, store
         self.skips = cfg.on_error == "skip"
         """Whether rows with unusable images are left out."""
+        self._record = None if store is None else store.record
+        self._recorded = None if self._record is None else self._record.dataset(data_path)
         self._finder = ImageFinder(cfg, data_path)
         self._workers = cfg.workers
         self._pool: ThreadPoolExecutor | None = None
@@ -75,6 +88,68 @@ class ImageLoader:
             )
             for each in started
         ]  # fmt: skip
+
+    def changed_rows(self, rows: DatasetRows) -> frozenset[int]:
+        """Compares the image files with what they were when the run began, and returns the rows of those that changed.
+
+        Raises:
+            DataError: some have changed, and rows with unusable images are not left out.
+        """
+        found = [] if self._recorded is None else list(self._recorded.changed())
+        if not found:
+            return frozenset()
+        changes = [change for change, _ in found]
+        text = f"{count_noun(len(changes), 'image')} changed since the run began: {list_changes(changes)}"
+        if not self.skips:
+            remedy = "Restore them, or resume with data.images.on_error=skip to leave their rows out from here on."
+            raise rows.data_error(changes[0].row, BadRow(None, text, remedy))
+        changed = frozenset(row for _, own in found for row in own)
+        logger.warning("%s: %s. %s left out from here on", rows.path, text, count_noun(len(changed), "row"))
+        return changed
+
+    def dropped_rows(self, rows: DatasetRows, read: ImageReader) -> frozenset[int]:
+        """Returns the rows to leave out: those of the run's beginning; for a new run, decodes all images if rows with
+        unusable ones are left out."""
+        if self._record is not None and self._record.exists and self._recorded is not None:
+            return frozenset(self._recorded.dropped)
+        found: dict[int, UnusableImage] = {}
+        for begin in range(0, len(rows) if self.skips else 0, MEASURED_ROWS):
+            chosen = range(begin, min(begin + MEASURED_ROWS, len(rows)))
+            problems = self.problems([read(row) for row in chosen])
+            found |= {row: problem for row, problem in zip(chosen, problems, strict=True) if problem is not None}
+        if found:
+            row, problem = next(iter(found.items()))
+            if len(found) == len(rows):
+                raise rows.data_error(row, problem)
+            count = f"{count_noun(len(found), 'row')} with unusable images, of {len(rows):,}"
+            logger.warning("%s: left out %s; the first, %s: %s", rows.path, count, rows.place(row)[1], problem)
+        return frozenset(found)
+
+    def record(self, rows: DatasetRows, kept: np.ndarray, read: ImageReader) -> None:
+        """Records the content of the image files of the rows that are kept, in threads. Raises DataError."""
+        assert self._recorded is not None
+        self._recorded.dropped = np.setdiff1d(np.arange(len(rows)), kept).tolist()
+        by_path: dict[str, list[int]] = {}
+        images: list[RowImage] = []
+        for row in kept.tolist():
+            for image in (self._finder.find(value, number) for number, value in enumerate(read(row))):
+                if image.is_file:
+                    if image.source not in by_path:
+                        images.append(image)
+                    by_path.setdefault(image.source, []).append(row)
+        started = [self._threads.submit(self._recorded.add, image, by_path[image.source]) for image in images]
+
+        def finished() -> int:
+            return sum(each.done() for each in started)
+
+        for image, each in zip(images, started, strict=True):
+            try:
+                waits.future(
+                    each, waits_for="the threads that read images", why="recording images", stall_s=_STALL_S,
+                    progress=finished,
+                )  # fmt: skip
+            except UnusableImage as bad:
+                raise rows.data_error(by_path[image.source][0], bad) from bad
 
     def _problem(self, values: Sequence[Any]) -> UnusableImage | None:
         try:
@@ -136,7 +211,10 @@ class ImageLoader:
         found = []
         for image in images:
             content = image.content()
+            self._check_unchanged(image, content)
             digest = self.processor.digest(content, len(images))
+            if self._store is not None and self._store.writes:
+                self._store.expect(digest)
             if self._store is not None and self._store.writes and digest not in self._store:
                 try:
                     self._store.write(self.processor.prepare(image.pixels(content), digest, len(images)))
@@ -145,6 +223,14 @@ class ImageLoader:
             expansion = self.processor.expansion(image.size, len(images))
             found.append(LoadedImage(digest, expansion, self._kept(image, digest), image.size))
         return found
+
+    def _check_unchanged(self, image: RowImage, content: bytes) -> None:
+        change = None
+        if self._recorded is not None and image.is_file:
+            change = self._recorded.difference(image.source, content)
+        if change is not None:
+            problem = f"has changed since the run began: its digest was {change.old} and is {change.new}"
+            raise UnusableImage(image.source, problem, "Restore it, or set data.images.on_error to skip.")
 
     def _kept(self, image: RowImage, digest: str) -> str:
         """The path of an image's file. An image in the data is written beside the prepared one, once the store writes:

@@ -2,10 +2,15 @@
 
 The controller prepares each image once. Trainers and engines read the same arrays, so that they compute with the same
 pixels. Samples, the ledger and messages carry only digests.
+
+The folder is bounded. The process that prepares the images deletes those that were used longest ago, except images of
+samples in flight; a deleted image is prepared again from its source when a sample with it is taken again.
 """
 
 import json
-from collections.abc import Collection
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +20,7 @@ from safetensors.numpy import save
 
 from lockstep.base.errors import PicklableError
 from lockstep.base.folders import make_folder, write_atomically
+from lockstep.data.images.image_record import ImageRecord
 
 IMAGE_FOLDER = "images"
 """Folder of a run with its prepared images."""
@@ -55,10 +61,21 @@ class ImageStore:
     Args:
         folder: where they are kept, one file per image. It is created when the first image is written.
         writes: whether images may be written; set it later for a folder that must not exist yet.
+        room: the most bytes of the folder, unless samples in flight need more; unlimited if None. Only one process may
+            have a store with a limit.
+
+    Attributes:
+        record: the content of the image files when the run began; None if it is not known.
     """
 
-    def __init__(self, folder: Path, writes: bool = True) -> None:
-        self.folder, self.writes = folder, writes
+    def __init__(self, folder: Path, writes: bool = True, room: int | None = None) -> None:
+        self.folder, self.writes, self.room = folder, writes, room
+        self.record: ImageRecord | None = None
+        self._files: OrderedDict[Path, int] | None = None
+        """The sizes of the files, those used longest ago first; None before the folder was listed."""
+        self._held: dict[Hashable, set[str]] = {}
+        self._expected: set[str] = set()
+        self._lock = threading.RLock()
 
     def path(self, digest: str) -> Path:
         """Returns the file of an image. Raises ValueError if the digest is none."""
@@ -85,11 +102,11 @@ class ImageStore:
             return
         about = {"features": image.features, "size": image.size, "resized": image.resized}
         arrays = {name: np.ascontiguousarray(values) for name, values in image.inputs.items()}
-        _write_whole(path, save(arrays, {"image": json.dumps(about)}))
+        self._write_whole(path, save(arrays, {"image": json.dumps(about)}))
 
     def write_original(self, digest: str, content: bytes) -> None:
         """Writes the content of an image's file to `original_path`, as `write` does it."""
-        _write_whole(self.original_path(digest), content)
+        self._write_whole(self.original_path(digest), content)
 
     def read(self, digest: str, only: Collection[str] | None = None) -> PreparedImage:
         """Reads an image.
@@ -112,8 +129,74 @@ class ImageStore:
             raise ImageUnavailable(digest, path, f"is damaged ({error})") from error
         return PreparedImage(digest, inputs, about["features"], tuple(about["size"]), tuple(about["resized"]))
 
+    def expect(self, digest: str) -> None:
+        """Keeps an image that is being prepared, until `hold` is called for its sample."""
+        with self._lock:
+            self._expected.add(digest)
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes a file with the access of the run's folder."""
-    make_folder(path.parent)
-    write_atomically(path, content)
+    def hold(self, owner: Hashable, digests: Iterable[str]) -> None:
+        """Keeps images until `release` is called for the owner, and deletes others until they fit `room`."""
+        with self._lock:
+            added = set(digests)
+            self._held.setdefault(owner, set()).update(added)
+            self._expected -= added
+            self._note_use(added)
+            self._trim()
+
+    def release(self, owners: Iterable[Hashable]) -> None:
+        """Allows to delete what is held for these owners alone."""
+        with self._lock:
+            for owner in owners:
+                self._held.pop(owner, None)
+            self._trim()
+
+    @property
+    def owners(self) -> list[Hashable]:
+        """For which owners images are held."""
+        with self._lock:
+            return list(self._held)
+
+    def _note_use(self, digests: Collection[str]) -> None:
+        if self.room is not None and self.writes:
+            files = self._listed()
+            for path in (each for digest in digests for each in (self.path(digest), self.original_path(digest))):
+                if path in files:
+                    files.move_to_end(path)
+
+    def _trim(self) -> None:
+        """Deletes prepared images until they fit, and then files of images that the data holds itself, which the report
+        shows."""
+        if self.room is None or not self.writes:
+            return
+        files, needed = self._listed(), self._expected.union(*self._held.values())
+        free = [path for path in files if path.stem not in needed]
+        excess = sum(files.values()) - self.room
+        for path in sorted(free, key=lambda each: each.suffix == ".original"):
+            if excess <= 0:
+                return
+            path.unlink(missing_ok=True)
+            excess -= files.pop(path)
+
+    def _listed(self) -> OrderedDict[Path, int]:
+        """The files that this store has written, or a store before it; drafts of a killed process are removed."""
+        if self._files is None:
+            found = []
+            for path in self.folder.glob("??/*"):
+                if path.name.startswith("."):
+                    path.unlink(missing_ok=True)
+                elif path.suffix in (".safetensors", ".original"):
+                    about = path.stat()
+                    found.append((about.st_mtime_ns, path, about.st_size))
+            self._files = OrderedDict((path, size) for _, path, size in sorted(found))
+        return self._files
+
+    def _write_whole(self, path: Path, content: bytes) -> None:
+        """Writes a file with the access of the run's folder."""
+        if self.room is not None:
+            with self._lock:
+                self._listed()  # before there are drafts of this process
+        make_folder(path.parent)
+        write_atomically(path, content)
+        if self.room is not None:
+            with self._lock:
+                self._listed()[path] = len(content)

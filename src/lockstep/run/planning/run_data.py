@@ -1,6 +1,7 @@
 """Opens the data of a run, and checks it against the model and the reward functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +10,10 @@ from lockstep.base.text import count_noun
 from lockstep.config.model import ModelConfig
 from lockstep.config.reward import ModelReward
 from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationConfig
+from lockstep.data.dataset_rows import DataError
 from lockstep.data.datasets import load_rows
 from lockstep.data.images.image_processor import ImageProcessor, load_image_processor
+from lockstep.data.images.image_record import RECORD_FILE, ImageRecord
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.images.image_usage import ImageUsage, usage_of_samples
 from lockstep.data.images.restored_images import restore_images
@@ -31,6 +34,10 @@ from lockstep.run.errors import RunRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+EVALUATION = "evaluation"
+"""For which the images of evaluation are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +73,59 @@ class RunData:
     """Prepares images; None if the policy reads none."""
 
     def store_images(self) -> None:
-        """Begins to keep the images of samples, and prepares those of evaluation. Call it when the run's folder exists.
-        Raises DataError, ImageChanged."""
-        if self.store is not None and self.has_images:
-            self.store.writes = True
-            for source, samples in self.taken:
-                restore_images(samples, source, self.store)
+        """Begins to keep the images of samples, and records the content of all image files unless the run began before.
+        Call it when the run's folder exists. Raises DataError."""
+        if self.store is None or not self.has_images:
+            return
+        self.store.writes = True
+        if self.store.record is not None and not self.store.record.exists:
+            for source in dict.fromkeys([self.samples, *(source for source, _ in self.taken)]):
+                source.record_images()
+            self.store.record.write()
 
-    def restore_images(self, prompts: Sequence[Prompt]) -> None:
-        """Prepares the images of prompts that the ledger has, where they are lost. Raises DataError, ImageChanged."""
-        if self.store is not None:
-            restore_images(prompts, self.samples, self.store)
+    def take(self, step: int, start: int, count: int) -> list[Any]:
+        """Returns samples for a step, whose images are kept until `release`: fewer than `count` if rows are left out
+        because their images have become unusable."""
+        samples = self.samples.take(start, count)
+        self.hold(step, samples)
+        return samples
+
+    def left_out(self, step: int, samples: Sequence[Any], count: int) -> dict[str, float]:
+        """Metrics of a step that should have had `count` samples. Raises DataError if it has none."""
+        if not samples:
+            problem = f"all samples of step {step + 1} have images that have become unusable since the run began"
+            raise DataError(self.samples.parts[0].path, problem, "Restore them.")
+        return {"data/left_out": float(count - len(samples))} if len(samples) < count else {}
+
+    def hold(self, owner: Hashable, samples: Sequence[Any]) -> None:
+        """Keeps the images of samples until `release` is called for the owner."""
+        if self.store is not None and self.has_images:
+            self.store.hold(owner, [image.digest for each in samples for image in each.images])
+
+    def release(self, *owners: Hashable) -> None:
+        """Allows to delete the images that are only kept for these owners."""
+        if self.store is not None and self.has_images:
+            self.store.release(owners)
+
+    def restore_images(self, step: int, prompts: Sequence[Prompt]) -> set[str]:
+        """Keeps the images of a step's prompts, which the ledger has, and prepares those that are lost. Returns the
+        uids of prompts that are left out because an image has become unusable. Raises DataError, ImageChanged."""
+        self.hold(step, prompts)
+        return set() if self.store is None else restore_images(prompts, self.samples, self.store)[1]
+
+    @contextmanager
+    def evaluated_images(self) -> Iterator[None]:
+        """Keeps the images of evaluation, prepared, as long as the context lasts. Raises DataError, ImageChanged."""
+        for source, samples in self.taken:
+            self.hold(EVALUATION, samples)
+            lost = set() if self.store is None else restore_images(samples, source, self.store)[1]
+            if lost:
+                problem = f"{count_noun(len(lost), 'sample')} of evaluation have images that changed during the run"
+                raise DataError(source.parts[0].path, problem, "Restore them.")
+        try:
+            yield
+        finally:
+            self.release(EVALUATION)
 
     @property
     def has_images(self) -> bool:
@@ -103,7 +152,8 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
         RunRefused: the chat template and the tools of an environment do not fit, or a model that is trained on images
             reads none.
     """
-    store = ImageStore(images, writes=False)  # the run does not exist yet
+    store = ImageStore(images, writes=False, room=int(config.model.vision.store_gb * 1e9))  # not before the run exists
+    store.record = ImageRecord(images / RECORD_FILE)
     options = with_images(source_options(config), config.model, tokenizer, store)
     limit = _training_limit(config, models)
     samples = open_training_source(config.data_kind, config.data, tokenizer, config.seed, limit, options)
@@ -112,7 +162,7 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
         source, data.validation = _open_validation(config, config.held_out_samples, samples, models, tokenizer, options)
         data.taken.append((source, data.validation))
     if config.generation is not None:
-        data.scored += [data_columns(part.path, part.columns, *part.take(0, 1)) for part in samples.parts]
+        data.scored += [data_columns(part.path, part.columns, part.first()) for part in samples.parts]
     if config.evaluation is not None:
         prompt_limit = _evaluation_limit(config, models)
         held_out = open_held_out(config, config.evaluation, prompt_limit, tokenizer, options)
@@ -120,7 +170,7 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
         data.scored.append(held_out.columns)
     if config.reward is not None:
         check_term_columns(config.reward.terms, data.scored)
-    first = [part.take(0, 1)[0] for part in samples.parts] if config.generation is not None else data.held_out[:1]
+    first = [part.first() for part in samples.parts] if config.generation is not None else data.held_out[:1]
     _check_reward_models(config, [*first, *data.held_out[:1]])
     data.turns = turn_tokenizer(config, tokenizer, options, first)
     if data.has_images:

@@ -358,7 +358,7 @@ def test_a_mixture_with_and_without_images(qwen: Opener) -> None:
     assert sorted(len(prompt.images) for prompt in prompts) == [0] * 4 + [1] * 4
     for prompt in prompts:
         qwen.check(prompt.tokens, prompt.images, [(16, 16)] * len(prompt.images))
-        again = source.by_uid(prompt.uid)
+        again = source.usable_by_uid(prompt.uid)
         assert [image.to_json() for image in again.images] == [image.to_json() for image in prompt.images]
 
 
@@ -401,9 +401,9 @@ def test_recorded_prompts_get_the_same_images_again_or_an_error(qwen: Opener) ->
     source = qwen.open("prompts", rows)
     prompts = source.take(0, 2)
     before = qwen.store.read(prompts[0].images[0].digest)
-    assert restore_images(prompts, source, qwen.store) == 0
+    assert restore_images(prompts, source, qwen.store) == (0, set())
     qwen.store.path(before.digest).unlink()
-    assert restore_images(prompts, source, qwen.store) == 1
+    assert restore_images(prompts, source, qwen.store) == (1, set())
     again = qwen.store.read(before.digest)
     assert all(np.array_equal(again.inputs[name], before.inputs[name]) for name in before.inputs)
     qwen.store.path(before.digest).unlink()

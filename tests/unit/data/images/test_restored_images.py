@@ -31,13 +31,13 @@ def test_nothing_is_written_before_the_store_writes(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
     store.writes = True
-    assert restore_images(prompts, source, store) == 2
+    assert restore_images(prompts, source, store) == (2, set())
     kept = [Path(prompt.images[0].source) for prompt in prompts]
     assert [path.read_bytes() for path in kept] == contents
     assert all(prompt.images[0].digest in store for prompt in prompts)
 
     kept[1].unlink()
-    assert restore_images(prompts, source, store) == 1
+    assert restore_images(prompts, source, store) == (1, set())
     assert kept[1].read_bytes() == contents[1]
-    assert restore_images(prompts, source, store) == 0
+    assert restore_images(prompts, source, store) == (0, set())
     assert not list((tmp_path / "run").rglob("*.part"))
