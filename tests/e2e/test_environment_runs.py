@@ -1,16 +1,18 @@
 """Runs with environments and tools, as a user starts them."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Launched, config, task, write
+from harness import Launched, config, task, train, weights, write
 from test_bad_input import refused
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
+from lockstep.models.vision.tiny_vision import make_tiny_vision
 
 pytestmark = [pytest.mark.xdist_group("environments"), pytest.mark.timeout(600)]
 
@@ -159,3 +161,78 @@ def test_a_chat_template_without_tools_is_refused(folder: Path, tmp_path: Path, 
     values["evaluation"]["data"]["chat"] = True
     printed = refused(folder, "train", str(write(folder / "files", values)))
     assert problem in printed and "model.chat_template" in printed
+
+
+def pictures_run(home: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """A run on two ranks. Prompts have no image, and the conversations of every other row have none either."""
+    if not (home / "model").exists():
+        make_tiny_vision(home / "model", family="qwen3_vl", alphabet="abcdefgh?", max_length=192, seed=3)
+        (home / "world.py").write_text(PICTURES)
+        rows = [{"prompt": text} for text in ("ab?", "cd?", "ef?", "gh?")]
+        (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = {"path": f"{home}/world.py:Pictures", "max_images": 2, "max_turns": 3}
+    return {
+        "recipe": "grpo", "name": name, "folder": str(home / "runs"), "steps": 2, "prompts_per_step": 2,
+        "group_size": 2, "token_budget": 192, "model": {"path": str(home / "model")},
+        "data": {"path": str(home / "data.jsonl"), "chat": True, "shuffle": False},
+        "rollout": {"sampling": {"max_tokens": 160, "stop": list("abcdefgh?")}, "environment": environment,
+                    "engine": {"threads": 1}},
+        "reward": {"terms": [{"kind": "environment"}]}, "trainer": {"ranks": 2},
+        "checkpoint": {"every": 2, "keep_last": 2}, "loss": {"old_logprobs": "trainer"}, **changes,
+    }  # fmt: skip
+
+
+def test_an_environment_that_answers_with_images(tmp_path: Path) -> None:
+    run = train(tmp_path, pictures_run(tmp_path, "pictures"))
+    with Ledger.reader(run) as ledger:
+        metrics = [row.values for row in ledger.metrics_rows()]
+        stored, samples = [ledger.rollouts(step) for step in range(2)], ledger.samples()[-1].samples
+    assert len(metrics) == 2 and all(math.isfinite(row["policy/loss"]) for row in metrics)
+    assert all(row["policy/engine_gap"] < 1e-4 for row in metrics), sorted(metrics[0])
+    counts = [[len(each.images) for each in group.completions] for step in stored for group in step.groups]
+    assert all(any(row) == (number % 2 == 0) for number, row in enumerate(counts)), counts
+    for each in (each for step in stored for group in step.groups for each in group.completions):
+        assert not any(each.mask[image.places].any() for image in each.images)
+    assert {path.suffix for path in (run / "images").rglob("*.*")} == {".observed", ".safetensors"}
+    assert any(sample.images for sample in samples) and "data:image/png" in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_run_repeats_its_steps_with_the_same_pictures(tmp_path: Path) -> None:
+    """Also if the prepared images are lost: they are made again from the files that the environment answered with."""
+    expected = weights(train(tmp_path, pictures_run(tmp_path, "whole", steps=4)))
+    values = pictures_run(tmp_path, "killed", steps=4)
+    launched = Launched.start(tmp_path / "runs" / "killed", str(write(tmp_path, values)))
+    launched.wait_for("train", 3)
+    launched.kill()
+    prepared = list((launched.folder / "images").rglob("*.safetensors"))
+    for path in prepared:
+        path.unlink()
+    assert prepared
+    resumed = Launched.resume(launched.folder)
+    assert resumed.finish() == 0, resumed.text()
+    assert weights(launched.folder) == expected
+
+
+PICTURES = '''
+import random
+from PIL import Image
+from lockstep.rollout.environments import Observation
+
+class Pictures:
+    """Answers with a picture in every other conversation of a row."""
+
+    def __init__(self):
+        self.turn = 0
+
+    def reset(self, prompt):
+        self.row = prompt.row
+        return Observation("?")
+
+    def step(self, action):
+        self.turn += 1
+        if self.row % 2:
+            return Observation("b", reward=float(len(action) % 2), done=self.turn == 2)
+        pixels = random.Random(self.row + self.turn).randbytes(3 * 32 * 32)
+        return Observation("a<image>b", images=[Image.frombytes("RGB", (32, 32), pixels)], reward=float("a" in action))
+'''

@@ -211,7 +211,9 @@ def _print_completions(label: str, groups: "Sequence[Group]") -> None:
 
 
 def _conversation_text(messages: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in messages)
+    from lockstep.report.completion_samples import turn_text
+
+    return "\n".join(f"{message.get('role')}: {turn_text(message)}" for message in messages)
 
 
 def _standard_input() -> tuple[list[str], list[dict[str, Any]]]:

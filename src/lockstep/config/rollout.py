@@ -38,6 +38,9 @@ class EnvironmentConfig(Section):
     the group size."""
     workers: int = Field(1, gt=0)
     """Number of processes that run environments and tools."""
+    max_images: int = Field(0, ge=0)
+    """The most images with which the environment answers in one conversation, for models that read images; 0 if it
+    answers with text only."""
     timeout_s: float = Field(60.0, gt=0)
     """Longest time for one reply; then the process is replaced."""
     memory_mb: int | None = Field(None, gt=0)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.forest import Forest, Segment, concatenated_ranges
-from lockstep.data.samples import Completion, Document, Group, LabelledCompletion, Pair, Rollouts
+from lockstep.data.samples import Completion, Document, Group, LabelledCompletion, Pair, PlacedImage, Rollouts
 
 
 def forest_from_rollouts(
@@ -162,7 +162,7 @@ def _multi_turn_trees(
 
 
 class _SequenceTerm:
-    """A completion to add to a tree: its per-token values, and where its turns end."""
+    """A completion to add to a tree: its per-token values, its images, and where its turns end."""
 
     def __init__(self, sequence: int, completion: Completion, advantage: np.ndarray | None) -> None:
         self.sequence = sequence
@@ -174,6 +174,13 @@ class _SequenceTerm:
             raise ValueError(
                 f"completion {completion.request!r} has a mask of shape {completion.mask.shape} for {size} tokens"
             )
+        for image in completion.images:
+            if completion.mask is None or image.places[-1] >= size or completion.mask[image.places].any():
+                raise ValueError(
+                    f"completion {completion.request!r} has image {image.digest} at places {image.places[0]} to "
+                    f"{image.places[-1]}, which are not all among the tokens of an environment"
+                )
+        self.images = completion.images
         self.can_share = completion.mask is not None
         self.mask = np.ones(size, np.bool_) if completion.mask is None else completion.mask
         self.fields = {"engine_logprob": np.asarray(completion.logprobs, np.float32)}
@@ -182,11 +189,16 @@ class _SequenceTerm:
             self.fields["advantage"] = np.full(size, advantage, np.float32) if one else advantage[:size]
         self.ends = [*(np.flatnonzero(np.diff(self.mask)) + 1).tolist(), size]
 
-    def turn(self, start: int) -> tuple[bytes, bytes, int]:
-        """Returns the tokens and mask from `start` to the end of the turn, to compare with other completions, and that
-        end."""
+    def turn(self, start: int) -> tuple[object, int]:
+        """Returns the tokens, mask and images from `start` to the end of the turn, to compare with other completions,
+        and that end."""
         end = next(end for end in self.ends if end > start)
-        return self.tokens[start:end].tobytes(), self.mask[start:end].tobytes(), end
+        images = tuple((image.digest, image.places.tobytes()) for image in self.images_between(start, end))
+        return (self.tokens[start:end].tobytes(), self.mask[start:end].tobytes(), images), end
+
+    def images_between(self, start: int, end: int) -> list[PlacedImage]:
+        """Returns the images in these tokens, with places from `start` on. No turn ends inside an image."""
+        return [image.moved(-start) for image in self.images if start <= image.places[0] < end]
 
 
 def _add_segments(segments: list[Segment], parent: int, start: int, terms: Sequence[_SequenceTerm]) -> None:
@@ -197,7 +209,7 @@ def _add_segments(segments: list[Segment], parent: int, start: int, terms: Seque
     """
     groups_by_turn: dict[object, list[_SequenceTerm]] = {}
     for term in terms:
-        key = term.turn(start)[:2] if term.can_share else term.sequence
+        key = term.turn(start)[0] if term.can_share else term.sequence
         groups_by_turn.setdefault(key, []).append(term)
     for members in groups_by_turn.values():
         end = _common_end(members, start)
@@ -213,6 +225,7 @@ def _add_segments(segments: list[Segment], parent: int, start: int, terms: Seque
                 first.mask[start:end],
                 fields,
                 numbers[0] if len(numbers) == 1 else numbers,
+                first.images_between(start, end),
             )
         )
         _add_segments(segments, len(segments) - 1, end, [each for each in members if each.tokens.size > end])
@@ -227,7 +240,7 @@ def _common_end(members: Sequence[_SequenceTerm], start: int) -> int:
         pieces = {each.turn(end) for each in members}
         if len(pieces) > 1:
             break
-        end = pieces.pop()[2]
+        end = pieces.pop()[1]
     return end
 
 

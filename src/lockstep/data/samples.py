@@ -18,7 +18,8 @@ turns or of tokens was reached, the environment failed, or the run aborted it.""
 
 @dataclass(slots=True)
 class PlacedImage:
-    """An image of a prompt, with the places of its features. The pixels are in the run's `ImageStore`."""
+    """An image of a prompt, or of an environment's answer, with the places of its features. The pixels are in the run's
+    `ImageStore`."""
 
     digest: str
     """The key of the prepared image in the store: a hash of its content and of the settings of its preparation."""
@@ -91,7 +92,8 @@ class Episode:
     """A conversation between the model and an environment, turn by turn, without the tokens."""
 
     messages: list[dict[str, Any]]
-    """The messages after the prompt, with `role` and `content`: the model's and the environment's."""
+    """The messages after the prompt, with `role` and `content`: the model's and the environment's. A part
+    `{"type": "image"}` of a content stands for the next one of the completion's images."""
     rewards: list[float]
     """The environment's reward for each turn of the model that it answered."""
     ended: EpisodeEnd
@@ -124,6 +126,9 @@ class Completion:
     """bool `[tokens]`: False for tokens that an environment wrote, which are not learned; None if there are none."""
     episode: Episode | None = None
     """None without an environment."""
+    images: list[PlacedImage] = field(default_factory=list)
+    """The images that an environment answered with, in the order of their places in `tokens`. Their tokens are not
+    learned."""
 
     @property
     def generated(self) -> int:

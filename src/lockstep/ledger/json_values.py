@@ -8,12 +8,13 @@ import base64
 import datetime
 import decimal
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from lockstep.base.json_text import parse_json
-from lockstep.data.samples import Episode
+from lockstep.data.samples import Episode, PlacedImage
 
 _TAG = "$lockstep"
 
@@ -111,3 +112,12 @@ def encode_episode(episode: Episode | None, request: str) -> str | None:
 
 def decode_episode(text: str | None) -> Episode | None:
     return None if text is None else Episode(*loads(text))
+
+
+def encode_images(images: Sequence[PlacedImage], request: str) -> str | None:
+    """Returns the images of a completion as JSON; None without any."""
+    return dumps([image.to_json() for image in images], f"images of completion {request}") if images else None
+
+
+def decode_images(text: str | None) -> list[PlacedImage]:
+    return [] if text is None else [PlacedImage.from_json(image) for image in loads(text)]

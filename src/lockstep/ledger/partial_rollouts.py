@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.base.folders import open_file
 from lockstep.data.samples import Completion, FinishReason
 from lockstep.ledger.durable_files import disk_full_as_ledger_error, fsync_folder
-from lockstep.ledger.json_values import decode_episode, encode_episode
+from lockstep.ledger.json_values import decode_episode, decode_images, encode_episode, encode_images
 
 _MAGIC = b"LKP1"
 _HEADER = struct.Struct("<4sII")
@@ -29,6 +29,8 @@ class _CompletionRecord(msgspec.Struct, array_like=True):
     mask: bytes | None = None
     episode: str | None = None
     """The episode as JSON."""
+    images: str | None = None
+    """The images as JSON; None without any."""
 
 
 class PartialLog:
@@ -100,6 +102,7 @@ def _encode_frame(completion: Completion) -> bytes:
             completion.text.encode("utf-8", "surrogatepass"),
             None if completion.mask is None else _mask_bytes(completion),
             encode_episode(completion.episode, completion.request),
+            encode_images(completion.images, completion.request),
         )
     )
     return _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
@@ -141,4 +144,5 @@ def _decode_completion(payload: bytes) -> Completion:
         text=record.text.decode("utf-8", "surrogatepass"),
         mask=None if record.mask is None else np.frombuffer(record.mask, np.bool_).copy(),
         episode=decode_episode(record.episode),
+        images=decode_images(record.images),
     )

@@ -113,7 +113,8 @@ class CompletionSample:
     number: int = 0
     """The completion's number in its group, from 0."""
     images: list[dict[str, Any]] = field(default_factory=list)
-    """The prompt's images, each with `source`, `digest`, `size` and `resized` (width and height)."""
+    """The prompt's images, and after them those of an environment, each with `source`, `digest`, `size` and `resized`
+    (width and height)."""
 
 
 @dataclass(frozen=True, slots=True)

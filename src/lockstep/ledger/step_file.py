@@ -18,7 +18,7 @@ from lockstep.data.samples import Completion, FinishReason, Group, PlacedImage, 
 from lockstep.ledger import json_values
 from lockstep.ledger.durable_files import write_hidden
 from lockstep.ledger.errors import StepCorrupt
-from lockstep.ledger.json_values import decode_episode, encode_episode
+from lockstep.ledger.json_values import decode_episode, decode_images, encode_episode, encode_images
 from lockstep.ledger.sqlite_index import StoredStep
 
 
@@ -159,6 +159,20 @@ def read_step_file(path: Path, step: int, first_step: int = 1) -> StoredStep:
     return StoredStep(rollouts, json_values.loads(metadata["lockstep.extra"]))
 
 
+def completion_images(path: Path) -> set[str]:
+    """Returns the digests of the images of all completions in a step file, reading nothing else. A file that is missing
+    or damaged has none."""
+    try:
+        with pa.memory_map(str(path)) as source:
+            found = [chunk.values for chunk in pa.ipc.open_file(source).read_all().column("completions").chunks]
+            texts = [
+                text for struct in found if "images" in _names(struct) for text in texts_of(struct.field("images"))
+            ]
+            return {image.digest for text in texts for image in decode_images(text)}
+    except (pa.ArrowInvalid, OSError, KeyError):
+        return set()
+
+
 class _HashingFile:
     """A file object that computes the hash of what is written to it."""
 
@@ -215,6 +229,8 @@ def _turns_columns(flat: list[Completion]) -> dict[str, Any]:
         found["mask"] = arrays_column([_mask_bytes(one) for one in flat], np.uint8, "masks")
     if any(one.episode is not None for one in flat):
         found["episode"] = text_column([encode_episode(one.episode, one.request) for one in flat])
+    if any(one.images for one in flat):
+        found["images"] = text_column([encode_images(one.images, one.request) for one in flat])
     return found
 
 
@@ -298,13 +314,18 @@ def _prompts(columns: dict[str, Any]) -> list[Prompt]:
     ]
 
 
+def _names(struct: Any) -> set[str]:
+    return {field.name for field in struct.type}
+
+
 def _completions(struct: Any) -> list[Completion]:
     texts = {name: texts_of(struct.field(name)) for name in ("request", "finish", "text")}
     arrays = {name: arrays_of(struct.field(name)) for name in ("tokens", "logprobs", "versions")}
-    present = {field.name for field in struct.type}
+    present = _names(struct)
     none: list[Any] = [None] * len(struct)
     masks: list[Any] = arrays_of(struct.field("mask")) if "mask" in present else none
     episodes = texts_of(struct.field("episode")) if "episode" in present else none
+    images = texts_of(struct.field("images")) if "images" in present else none
     return [
         Completion(
             request=str(texts["request"][index]),
@@ -315,6 +336,7 @@ def _completions(struct: Any) -> list[Completion]:
             text=str(texts["text"][index]),
             mask=None if masks[index] is None or not len(masks[index]) else masks[index][:-1].view(np.bool_),
             episode=decode_episode(episodes[index]),
+            images=decode_images(images[index]),
         )
         for index in range(len(struct))
     ]

@@ -11,6 +11,7 @@ from lockstep.data.samples import Completion, Group
 from lockstep.ledger.errors import LedgerError, StepCorrupt
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
+from lockstep.ledger.step_file import completion_images
 
 SampleOrder = Literal["spread", "best", "worst"]
 """Which completions of a step: from best to worst at even distances, the best first, or the worst first."""
@@ -77,6 +78,15 @@ def read_samples(ledger: Ledger, number: int | None, count: int, order: SampleOr
     raise NoSamples(ledger.folder, _why_not(step + 1, [each + 1 for each in steps], [each + 1 for each in kept]))
 
 
+def image_digests(ledger: Ledger) -> set[str]:
+    """Returns the digests of the images that the stored steps' environments answered with, and those of the samples
+    that the run keeps."""
+    kept = [each for row in ledger.samples() for each in row.samples]
+    kept += [each for row in ledger.evaluations() for each in row.samples]
+    shown = {str(image["digest"]) for sample in kept for image in sample.images}
+    return shown.union(*(completion_images(ledger.step_path(step)) for step in ledger.stored_steps()))
+
+
 def ranges_text(numbers: Sequence[int]) -> str:
     """Describes sorted numbers: `1, 5, 9 to 12`."""
     parts: list[list[int]] = []
@@ -109,7 +119,7 @@ def _sample(group: Group, number: int) -> CompletionSample:
         finish=completion.finish,
         messages=None if completion.episode is None else completion.episode.messages,
         number=number,
-        images=[image.description() for image in group.prompt.images],
+        images=[image.description() for image in (*group.prompt.images, *completion.images)],
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from lockstep.base.secrets import redact_text
+from lockstep.data.images.image_content import content_text
 from lockstep.ledger.sqlite_index import CompletionSample
 
 STORED_CHARS = 4000
@@ -81,9 +82,10 @@ def sample_markdown(sample: CompletionSample) -> str:
 
 
 def turn_text(message: dict[str, Any]) -> str:
-    """The text of a turn, and the calls of tools that it makes besides its text."""
+    """The text of a turn, with `<image>` for an image, and the calls of tools that it makes besides its text."""
     content = message.get("content") or ""
-    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)]
+    text = content_text(content)
+    parts = [json.dumps(content, ensure_ascii=False) if text is None else text]
     parts += [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in parts if part)
 

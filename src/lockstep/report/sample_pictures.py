@@ -95,7 +95,7 @@ class PictureBook:
         self._made: dict[str, Thumbnail | str] = {}
 
     def of(self, sample: CompletionSample) -> list[SamplePicture]:
-        """The pictures of a sample's prompt."""
+        """The pictures of a sample's prompt and of its environment's answers."""
         pictures = [self._picture(sample, number) for number in range(min(len(sample.images), MOST_IMAGES))]
         if (hidden := len(sample.images) - len(pictures)) > 0:
             pictures.append(SamplePicture(f"{hidden} more", 0, 0))

@@ -13,7 +13,8 @@ import numpy as np
 from lockstep.config.reward import ModelReward, ScoreNormalization
 from lockstep.data.forest import Forest
 from lockstep.data.forest_builder import forest_of_scored_texts
-from lockstep.data.samples import Prompt
+from lockstep.data.images.image_content import content_text
+from lockstep.data.samples import Episode, Prompt
 from lockstep.data.template_limits import render_chat
 from lockstep.models.model_loader import load_model_config, load_tokenizer
 from lockstep.rewards.reward_values import BadReward, check_reward
@@ -118,13 +119,22 @@ class ScoredTextWriter:
 def _plain_completion(sample: RewardSample) -> str:
     if sample.episode is None:
         return sample.text
-    return "".join(str(message.get("content") or "") for message in sample.episode.messages)
+    return "".join(message["content"] for message in _episode_texts(sample.episode))
+
+
+def _episode_texts(episode: Episode) -> list[dict[str, Any]]:
+    """The messages of a conversation as text, because these reward models read no images."""
+    return [
+        {**message, "content": str(content) if (text := content_text(content)) is None else text}
+        for message in episode.messages
+        for content in [message.get("content")]
+    ]
 
 
 def _with_completion(messages: Sequence[dict[str, Any]], sample: RewardSample) -> list[dict[str, Any]]:
     """The conversation with the completion, which continues the last message if that is the model's own."""
     if sample.episode is not None:
-        return [*messages, *sample.episode.messages]
+        return [*messages, *_episode_texts(sample.episode)]
     if messages and messages[-1].get("role") == "assistant":
         begun = messages[-1]
         return [*messages[:-1], {**begun, "content": f"{begun.get('content') or ''}{sample.text}"}]

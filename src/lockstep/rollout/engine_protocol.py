@@ -171,8 +171,8 @@ class CompletionBatch:
     @classmethod
     def of(cls, sequence: int, completions: Sequence[Completion]) -> "CompletionBatch":
         """Packs completions. Raises ValueError for one with tokens of an environment, which no engine generates."""
-        if any(each.mask is not None or each.episode is not None for each in completions):
-            raise ValueError("an engine's completions have neither a mask nor an episode")
+        if any(each.mask is not None or each.episode is not None or each.images for each in completions):
+            raise ValueError("an engine's completions have no mask, no episode and no images")
         return cls(
             sequence,
             [each.request for each in completions],

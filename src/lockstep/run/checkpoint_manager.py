@@ -75,6 +75,7 @@ class CheckpointManager:
 
     Args:
         parts: the subfolders that a checkpoint consists of; empty if it is one folder.
+        steps_deleted: called after step files that are not needed any more were deleted.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class CheckpointManager:
         ledger: Ledger,
         saver: CheckpointSaver,
         parts: Sequence[str] = (),
+        steps_deleted: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.folder, self.ledger, self.saver, self.parts = config, folder, ledger, saver, parts
+        self._steps_deleted = steps_deleted
         self._pending: tuple[int, Path, float | None] | None = None
         self._clear()
 
@@ -159,6 +162,7 @@ class CheckpointManager:
             self.ledger.forget_checkpoint(step)
             remove_checkpoint(known[step].path)
         self.ledger.delete_unneeded_steps()
+        self._steps_deleted()
 
     def _clear(self) -> None:
         """Deletes what a killed run left behind: incomplete checkpoints, and complete ones that are not in the ledger.

@@ -16,6 +16,7 @@ from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Document, LabelledCompletion, Pair, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
+from lockstep.ledger.step_samples import image_digests
 from lockstep.report.step_callbacks import StepCallbacks
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -100,7 +101,7 @@ class Run:
         self.callbacks = callbacks or StepCallbacks()
         self.trained = roles.trained
         self.checkpoints = CheckpointManager(
-            config.checkpoint, folder / "checkpoints", ledger, roles.trained, roles.trained.parts
+            config.checkpoint, folder / "checkpoints", ledger, roles.trained, roles.trained.parts, self._delete_images
         )
         self.trainer_recovery = TrainerRecovery(roles.trained, context, self.checkpoints, ledger, roles.weights)
         self._start = self._version = start
@@ -281,11 +282,19 @@ class Run:
         """Makes a step's scored rollouts durable, unless they come from the ledger."""
         wanted = _require_role(self.config.generation, "generation").prompts_per_step
         self._row |= self.roles.data.left_out(step, groups.rollouts.groups, wanted)
+        completions = [each for group in groups.rollouts.groups for each in group.completions]
+        self.roles.data.restore_observations(completions)  # those that were kept before a restart have no other source
         if groups.stored is None:
             self.ledger.record_rollouts(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
         self._samples = self.reporter.choose_samples(step, groups.rollouts)
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
         self._row |= self.samples.counts([group.prompt for group in groups.rollouts.groups])
+
+    def _delete_images(self) -> None:
+        """Deletes the images of environments' answers that no stored step needs."""
+        if (images := self.roles.data.observations) is not None:
+            done = self.ledger.last_committed_step() + 1
+            images.delete_unused(done, image_digests(self.ledger), self.config.rollout.max_staleness)
 
     @property
     def longest_pair(self) -> int:

@@ -53,8 +53,8 @@ def test_tokens_of_many_turns_equal_the_rendered_conversation(template, messages
     start = prompt(made)
     eos = "<|im_end|>" if template is QWEN else "<eos>"
     said = made.tokenizer(f"let me see{eos}", add_special_tokens=False)["input_ids"]
-    tokens = [*start.tokens, *made.opening(start), *said, *made.reply(start, messages, said[-1])]
-    tokens += [*said, *made.reply(start, messages, said[-1])]
+    tokens = [*start.tokens, *made.opening(start).tokens, *said, *made.reply(start, messages, said[-1]).tokens]
+    tokens += [*said, *made.reply(start, messages, said[-1]).tokens]
     turn = {"role": "assistant", "content": "let me see"}
     whole = [*start.messages, turn, *messages, turn, *messages]
     expected = made.tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
@@ -66,24 +66,24 @@ def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template() -> None:
     made = turns(QWEN)
     start = prompt(made)
     last = made.tokenizer("]", add_special_tokens=False)["input_ids"][-1]
-    text = made.tokenizer.decode(made.reply(start, USER, last))
+    text = made.tokenizer.decode(made.reply(start, USER, last).tokens)
     assert text == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_an_environment_may_send_the_first_message() -> None:
     made = turns(QWEN)
     start = prompt(made)
-    assert made.tokenizer.decode(made.opening(start)) == "<|im_start|>assistant\n"
-    spoken = made.tokenizer.decode(made.opening(start, USER))
+    assert made.tokenizer.decode(made.opening(start).tokens) == "<|im_start|>assistant\n"
+    spoken = made.tokenizer.decode(made.opening(start, USER).tokens)
     assert spoken == "<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_plain_text_is_appended_unchanged() -> None:
     made = turns(QWEN)
     start = prompt(made, chat=False)
-    assert made.tokenizer.decode(made.reply(start, TOOL, 5)) == "4243"
-    assert made.opening(start).size == 0
-    assert made.tokenizer.decode(made.opening(start, USER)) == "go on"
+    assert made.tokenizer.decode(made.reply(start, TOOL, 5).tokens) == "4243"
+    assert made.opening(start).tokens.size == 0
+    assert made.tokenizer.decode(made.opening(start, USER).tokens) == "go on"
 
 
 def test_a_template_without_tools_is_refused() -> None:
@@ -99,4 +99,4 @@ def test_the_rows_arguments_reach_the_template() -> None:
     )
     start = prompt(made)
     start.columns = {"chat_template_kwargs": {"word": "think", "other": None}}
-    assert made.tokenizer.decode(made.opening(start)) == "think"
+    assert made.tokenizer.decode(made.opening(start).tokens) == "think"

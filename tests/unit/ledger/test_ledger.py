@@ -192,7 +192,7 @@ def test_partial_records_of_earlier_versions_without_conversations_are_read(ledg
     ledger.keep(0, [one])
     path = folder / "steps" / "00000001.partial"
     record = msgspec.msgpack.decode(path.read_bytes()[12:])
-    assert record[6:] == [None, None]
+    assert record[6:] == [None, None, None]
     payload = msgspec.msgpack.encode(record[:6])
     path.write_bytes(struct.pack("<4sII", b"LKP1", len(payload), zlib.crc32(payload)) + payload)
     assert_same(ledger.kept_completions(0), [one])

@@ -47,12 +47,18 @@ class ImageLoader:
         processor: the model's.
         store: where prepared images are kept; with None, or one that does not write, only digests are computed.
         data_path: the dataset's file or folder.
+        salt: part of the digests, for images that must not share files with those of the data.
     """
 
     def __init__(
-        self, processor: ImageProcessor, store: ImageStore | None, cfg: ImageDataConfig, data_path: str
+        self,
+        processor: ImageProcessor,
+        store: ImageStore | None,
+        cfg: ImageDataConfig,
+        data_path: str,
+        salt: bytes = b"",
     ) -> None:
-        self.processor, self._store = processor, store
+        self.processor, self._store, self._salt = processor, store, salt
         self.skips = cfg.on_error == "skip"
         """Whether rows with unusable images are left out."""
         self._record = None if store is None else store.record
@@ -212,7 +218,7 @@ class ImageLoader:
         for image in images:
             content = image.content()
             self._check_unchanged(image, content)
-            digest = self.processor.digest(content, len(images))
+            digest = self.processor.digest(self._salt + content, len(images))
             if self._store is not None and self._store.writes:
                 self._store.expect(digest)
             if self._store is not None and self._store.writes and digest not in self._store:

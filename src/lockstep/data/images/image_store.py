@@ -24,6 +24,8 @@ from lockstep.data.images.image_record import ImageRecord
 
 IMAGE_FOLDER = "images"
 """Folder of a run with its prepared images."""
+OBSERVED = ".observed"
+"""Ending of the file of an image with which an environment answered, as it was before it was prepared."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 
 
@@ -131,8 +133,9 @@ class ImageStore:
 
     def expect(self, digest: str) -> None:
         """Keeps an image that is being prepared, until `hold` is called for its sample."""
-        with self._lock:
-            self._expected.add(digest)
+        if self.room is not None:
+            with self._lock:
+                self._expected.add(digest)
 
     def hold(self, owner: Hashable, digests: Iterable[str]) -> None:
         """Keeps images until `release` is called for the owner, and deletes others until they fit `room`."""
@@ -178,13 +181,15 @@ class ImageStore:
             excess -= files.pop(path)
 
     def _listed(self) -> OrderedDict[Path, int]:
-        """The files that this store has written, or a store before it; drafts of a killed process are removed."""
+        """The files that this store has written, or a store before it, without those of an environment's answers, which
+        have no other source; drafts of a killed process are removed."""
         if self._files is None:
             found = []
+            observed = {path.stem for path in self.folder.glob(f"??/*{OBSERVED}")}
             for path in self.folder.glob("??/*"):
                 if path.name.startswith("."):
                     path.unlink(missing_ok=True)
-                elif path.suffix in (".safetensors", ".original"):
+                elif path.suffix in (".safetensors", ".original") and path.stem not in observed:
                     about = path.stat()
                     found.append((about.st_mtime_ns, path, about.st_size))
             self._files = OrderedDict((path, size) for _, path, size in sorted(found))

@@ -1,5 +1,6 @@
 """Compares rows that have an image with the model's own forward of each sequence, at load."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +35,12 @@ class ImageComparison:
     """Largest differences of log-probabilities from the model's own forward."""
 
     alone: float
-    """Of a row with one sequence."""
+    """Of a row with one sequence, with one image or two."""
     block: float
     """Of a row with two sequences, each with the image."""
     tree: float
-    """Of a row with the image and its prompt once, for two completions."""
+    """Of a row with the image and its prompt once, for two completions: one of text, and one of text and another image,
+    as an environment answers, before it."""
 
 
 @torch.no_grad()
@@ -55,10 +57,14 @@ def compare_image(policy: VisionPolicyModel, image: PreparedImage) -> ImageCompa
     alone = probe.logprobs([torch.cat([prompt, left])], [-1])
     block = probe.logprobs([torch.cat([prompt, left]), torch.cat([prompt, right])], [-1, -1])
     tree = probe.logprobs([prompt, left, right], [-1, 0, 0])
+    # As an environment would answer: with the prompt once more.
+    whole, answered = torch.cat([prompt, prompt, right]), torch.cat([prompt, right])
+    again = probe.logprobs([whole], [-1], True, [2])
+    turns = probe.logprobs([prompt, left, answered], [-1, 0, 0], prompts=[1, 0, 1])
     return ImageComparison(
-        alone=_max_difference(alone, first),
+        alone=max(_max_difference(alone, first), _max_difference(probe.logprobs([whole], [-1], prompts=[2]), again)),
         block=max(_max_difference(block[: len(first)], first), _max_difference(block[len(first) :], second)),
-        tree=_max_difference(tree, expected),
+        tree=max(_max_difference(tree, expected), _max_difference(turns, torch.cat([first, again]))),
     )
 
 
@@ -81,17 +87,26 @@ class _Probe:
     def completion(self, index: int) -> Tensor:
         return self._text[1 + index]
 
-    def logprobs(self, segments: list[Tensor], parents: list[int], own_forward: bool = False) -> Tensor:
-        """Returns the log-probabilities of the completions' tokens. Each root begins with the prompt."""
+    def logprobs(
+        self, segments: list[Tensor], parents: list[int], own_forward: bool = False, prompts: Sequence[int] = ()
+    ) -> Tensor:
+        """Returns the log-probabilities of the completions' tokens.
+
+        Args:
+            prompts: how often the prompt is at the beginning of each segment; once for roots when absent.
+        """
         lengths = [len(segment) for segment in segments]
         starts = np.cumsum([0, *lengths[:-1]]).tolist()
-        roots = [start for start, parent in zip(starts, parents, strict=True) if parent < 0]
-        placed = [PlacedImage(self.image.digest, self._places).moved(start) for start in roots]
+        counts = prompts or [int(parent < 0) for parent in parents]
+        images_at = [
+            start + number * len(self.prompt) for start, n in zip(starts, counts, strict=True) for number in range(n)
+        ]
+        placed = [PlacedImage(self.image.digest, self._places).moved(start) for start in images_at]
         prepared = [self.image] * len(placed)
         layout = self.policy.row_layout(lengths, parents, placed, prepared)
         tokens = torch.cat(segments).to(self.device)
         pairs = torch.tensor(
-            [pair for each in zip(starts, lengths, parents, strict=True) for pair in self._pairs(*each)]
+            [pair for each in zip(starts, lengths, counts, strict=True) for pair in self._pairs(*each)]
         )
         sources, targets = pairs.to(self.device).unbind(1)
         images = row_images(prepared, placed, self.device)
@@ -99,12 +114,11 @@ class _Probe:
         assert isinstance(found, Tensor)
         return found
 
-    def _pairs(self, start: int, length: int, parent: int) -> list[tuple[int, int]]:
-        """Returns (source, target) of each token of a segment after the prompt."""
-        prompt = len(self.prompt)
-        first = start + prompt if parent < 0 else start
-        found = [(place - 1, place) for place in range(first, start + length)]
-        return found if parent < 0 else [(prompt - 1, start), *found[1:]]
+    def _pairs(self, start: int, length: int, prompts: int) -> list[tuple[int, int]]:
+        """Returns (source, target) of each token of a segment after its prompts. The parent of a segment without any is
+        the prompt at the beginning of the row."""
+        found = [(place - 1, place) for place in range(start + prompts * len(self.prompt), start + length)]
+        return found if prompts else [(len(self.prompt) - 1, start), *found[1:]]
 
 
 def _max_difference(one: Tensor, other: Tensor) -> float:

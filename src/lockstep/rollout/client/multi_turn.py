@@ -7,7 +7,7 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,11 @@ import numpy as np
 from lockstep.cluster.protocol import Cluster, Worker, WorkerLauncher
 from lockstep.cluster.user_code import NoteRecovery, note_nothing
 from lockstep.config.rollout import ReissueConfig, RolloutConfig, SamplingConfig
-from lockstep.data.samples import Completion, Episode, EpisodeEnd, FinishReason, Prompt
-from lockstep.data.turn_tokenizer import TurnTokenizer
+from lockstep.data.images.image_loader import LoadedImage
+from lockstep.data.images.observation_images import UnusableObservation
+from lockstep.data.samples import Completion, EpisodeEnd, FinishReason, Prompt
+from lockstep.data.turn_tokenizer import TurnTokenizer, TurnTokens
+from lockstep.rollout.client.conversation import ConversationSegment, OpenConversation
 from lockstep.rollout.client.engine_failover import EngineRecovery
 from lockstep.rollout.client.request_router import EngineLoad
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -34,55 +37,8 @@ _MAX_LOGGED_FAILURES = 5
 """This many failures of environments are logged; further ones are only counted."""
 
 
-@dataclass(slots=True)
-class _Segment:
-    """Consecutive tokens of the model, or of the environment. All arrays are `[tokens]`."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    by_model: bool
-
-
-@dataclass(slots=True)
-class _Conversation:
-    """An open conversation. If conversations branch, one that has not branched yet belongs to several requests."""
-
-    requests: list[Request]
-    prompt: Prompt
-    queue: str
-    seed: int
-    segments: list[_Segment] = field(default_factory=list)
-    episode: Episode = field(default_factory=lambda: Episode([], [], "abort"))
-    turns: int = 0
-    """Number of the model's turns that the environment has replied to."""
-    engine: int | None = None
-    """The engine that has the keys and values of the turns in its cache."""
-
-    @property
-    def name(self) -> str:
-        return self.requests[0].id
-
-    @property
-    def size(self) -> int:
-        """Number of tokens after the prompt."""
-        return sum(segment.tokens.size for segment in self.segments)
-
-    def add_environment_tokens(self, tokens: np.ndarray, messages: Sequence[dict[str, Any]]) -> None:
-        count = tokens.size
-        if count:
-            logprobs, versions = np.zeros(count, np.float32), np.full(count, -1, np.int32)
-            self.segments.append(_Segment(tokens, logprobs, versions, by_model=False))
-        self.episode.messages += messages
-
-    def add_turn(self, turn: Completion) -> None:
-        """Appends a turn of the model."""
-        self.segments.append(_Segment(turn.tokens, turn.logprobs, turn.versions, by_model=True))
-        self.episode.messages.append({"role": "assistant", "content": turn.text})
-
-    def add_metrics(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self.episode.metrics[name] = self.episode.metrics.get(name, 0.0) + value
+_ReadObservation = tuple[TurnTokens, Sequence[dict[str, Any]]]
+"""The tokens of an observation, and its messages."""
 
 
 class MultiTurnClient(RolloutClient):
@@ -111,7 +67,7 @@ class MultiTurnClient(RolloutClient):
         self.poll_interval_s = ENVIRONMENT_POLL_S  # completions of engines wake a wait, but environments are polled
         self.pool, self.turns, self.config = pool, turns, pool.config
         self._prompts: dict[str, Prompt] = {}
-        self._conversations: dict[str, _Conversation] = {}
+        self._conversations: dict[str, OpenConversation] = {}
         """Open conversations by name."""
         self._outgoing: list[Request] = []
         """Requests for turns that were not submitted yet."""
@@ -130,7 +86,7 @@ class MultiTurnClient(RolloutClient):
             self._conversations[conversation.name] = conversation
             self.pool.begin(conversation.name, conversation.prompt)
             if not self.pool.resets:
-                self._open(conversation, [])
+                self._open(conversation, self._read(conversation, Observation()) if self.config.path else None)
         self._advance()
 
     def collect(self, queue: str = "") -> list[Completion]:
@@ -165,7 +121,7 @@ class MultiTurnClient(RolloutClient):
             conversation.engine = engine
         return engine
 
-    def _conversation_of(self, request: str) -> _Conversation:
+    def _conversation_of(self, request: str) -> OpenConversation:
         """The conversation that a turn's request belongs to."""
         return self._conversations[request.rpartition("/turn")[0]]
 
@@ -175,7 +131,7 @@ class MultiTurnClient(RolloutClient):
         self._prompts[id] = prompt
         return super().request(id, step, prompt, k, sampling, suffix)
 
-    def _make_conversations(self, requests: Sequence[Request], queue: str) -> list[_Conversation]:
+    def _make_conversations(self, requests: Sequence[Request], queue: str) -> list[OpenConversation]:
         paths = math.prod(self.config.branches)
         shared: dict[tuple[str, int], list[Request]] = {}
         for request in requests:
@@ -183,7 +139,7 @@ class MultiTurnClient(RolloutClient):
             shared.setdefault((request.group, node), []).append(request)
         prompts = {request.id: self._prompts.pop(request.id) for request in requests}
         return [
-            _Conversation(
+            OpenConversation(
                 group_requests,
                 prompts[group_requests[0].id],
                 queue,
@@ -197,7 +153,13 @@ class MultiTurnClient(RolloutClient):
         """Processes turns and replies that have arrived, and submits the turns that follow."""
         for turn in super().collect(_TURN_QUEUE):
             self._on_turn(self._conversation_of(turn.request), turn)
-        for reply in self.pool.collect():
+        replies = self.pool.collect()
+        if self.turns.images is not None:
+            for reply in replies:
+                conversation = self._conversations[reply.episode]
+                if reply.observation is not None and self._reads(conversation, reply.observation):
+                    self.turns.images.prefetch(conversation.turn_name, reply.observation.messages or ())
+        for reply in replies:
             self._on_reply(self._conversations[reply.episode], reply)
         if self._ended:
             self.pool.forget(self._ended)
@@ -209,15 +171,33 @@ class MultiTurnClient(RolloutClient):
         if outgoing:
             super().submit(outgoing, _TURN_QUEUE)
 
-    def _open(self, conversation: _Conversation, messages: Sequence[dict[str, Any]]) -> None:
+    def _open(self, conversation: OpenConversation, added: _ReadObservation | None) -> None:
         """Requests the model's first turn, after the environment's first messages."""
-        if self.config.path is not None:
-            conversation.add_environment_tokens(self.turns.opening(conversation.prompt, messages), messages)
+        if added is not None:
+            conversation.add_environment_tokens(*added)
         self._request_turn(conversation)
 
-    def _request_turn(self, conversation: _Conversation) -> None:
+    def _read(self, conversation: OpenConversation, observation: Observation) -> _ReadObservation | None:
+        """Returns the tokens with which a conversation continues after an observation, and its messages with empty
+        parts for images; None if the model does not read it. Raises UnusableObservation."""
+        if not self._reads(conversation, observation):
+            return None
+        messages = observation.turns(self.pool.role)
+        images: Sequence[LoadedImage] = ()
+        if self.turns.images is not None:
+            messages, images = self.turns.images.load(conversation.turn_name, messages, len(conversation.images))
+        if not conversation.segments:
+            return self.turns.opening(conversation.prompt, messages, images), messages
+        return self.turns.reply(conversation.prompt, messages, conversation.last_token, images), messages
+
+    def _reads(self, conversation: OpenConversation, observation: Observation) -> bool:
+        """Whether another turn of the model follows an observation, unless its tokens leave no room for one."""
+        is_last = bool(conversation.segments) and conversation.turns + 1 >= self.config.max_turns
+        return not (observation.done or is_last)
+
+    def _request_turn(self, conversation: OpenConversation) -> None:
         """Queues the model's next turn."""
-        request = conversation.requests[0]
+        request, prompt = conversation.requests[0], conversation.prompt.tokens
         left = request.max_tokens - conversation.size
         if left < 1:
             self._finish(conversation, "length", "tokens")
@@ -227,33 +207,38 @@ class MultiTurnClient(RolloutClient):
             replace(
                 request,
                 id=f"{conversation.name}/turn{turn}",
-                prompt=np.concatenate(
-                    [conversation.prompt.tokens, *(segment.tokens for segment in conversation.segments)]
-                ),
+                prompt=np.concatenate([prompt, *(segment.tokens for segment in conversation.segments)]),
+                images=(*request.images, *(image.moved(prompt.size) for image in conversation.images)),
                 seed=request_seed(conversation.seed, 0, "turn", turn) if turn else conversation.seed,
                 max_tokens=min(left, self.config.max_turn_tokens or left),
                 keep=turn + 1 < self.config.max_turns,
             )
         )
 
-    def _on_turn(self, conversation: _Conversation, turn: Completion) -> None:
+    def _on_turn(self, conversation: OpenConversation, turn: Completion) -> None:
         conversation.add_turn(turn)
         if turn.finish != "stop":
             self._finish(conversation, turn.finish, "tokens" if turn.finish == "length" else "abort")
         else:
             self.pool.step(conversation.name, turn.text)
 
-    def _on_reply(self, conversation: _Conversation, reply: EpisodeReply) -> None:
+    def _on_reply(self, conversation: OpenConversation, reply: EpisodeReply) -> None:
         is_reset = not conversation.segments
-        observation = reply.observation
+        observation, failure, added = reply.observation, reply.failure, None
+        if observation is not None:
+            try:
+                added = self._read(conversation, observation)
+            except UnusableObservation as error:
+                observation, failure = None, EnvironmentFailure(str(error))
         if observation is None:
-            assert reply.failure is not None
-            observation = self._on_failure(conversation, reply.failure, is_reset)
+            assert failure is not None
+            observation = self._on_failure(conversation, failure, is_reset)
+            added = self._read(conversation, observation)
         conversation.add_metrics(observation.metrics)
         if is_reset:
             if observation.done:
                 raise EnvironmentFailed(self.pool.path, "reset returned an observation that is done", conversation.name)
-            self._open(conversation, observation.turns())
+            self._open(conversation, added)
             return
         conversation.turns += 1
         conversation.episode.rewards.append(observation.reward)
@@ -261,20 +246,19 @@ class MultiTurnClient(RolloutClient):
             self._finish(conversation, *self._end_reason(conversation))
         elif conversation.turns >= self.config.max_turns:
             self._finish(conversation, "length", "turns")
-        else:
-            self._continue(conversation, observation.turns(self.pool.role))
+        elif added is not None:
+            self._continue(conversation, *added)
 
-    def _continue(self, conversation: _Conversation, messages: Sequence[dict[str, Any]]) -> None:
+    def _continue(self, conversation: OpenConversation, added: TurnTokens, messages: Sequence[dict[str, Any]]) -> None:
         """Adds the environment's reply and requests the next turn, of each branch if the conversation branches."""
-        tokens = self.turns.reply(conversation.prompt, messages, int(conversation.segments[-1].tokens[-1]))
-        if conversation.size + tokens.size >= conversation.requests[0].max_tokens:
+        if conversation.size + added.tokens.size >= conversation.requests[0].max_tokens:
             self._finish(conversation, "length", "tokens")  # the reply leaves no room for another turn
             return
-        conversation.add_environment_tokens(tokens, messages)
+        conversation.add_environment_tokens(added, messages)
         for branch in self._branches(conversation):
             self._request_turn(branch)
 
-    def _branches(self, conversation: _Conversation) -> list[_Conversation]:
+    def _branches(self, conversation: OpenConversation) -> list[OpenConversation]:
         """Returns the conversations that continue this one after a reply: itself, or its branches."""
         after = conversation.turns - 1
         if after >= len(self.config.branches) or self.config.branches[after] == 1:
@@ -299,7 +283,7 @@ class MultiTurnClient(RolloutClient):
         self._conversations.update((branch.name, branch) for branch in continued)
         return continued
 
-    def _on_failure(self, conversation: _Conversation, failure: EnvironmentFailure, is_reset: bool) -> Observation:
+    def _on_failure(self, conversation: OpenConversation, failure: EnvironmentFailure, is_reset: bool) -> Observation:
         """Returns an observation in place of the failed one: an error message, or the end of the conversation. Raises
         EnvironmentFailed if the failure ends the run."""
         if is_reset or self.config.on_error == "stop":
@@ -323,17 +307,17 @@ class MultiTurnClient(RolloutClient):
         message = {"role": self.pool.role, "content": f"error: {failure.problem}"}
         return Observation(messages=[message], metrics={"errors": 1.0})
 
-    def _end_reason(self, conversation: _Conversation) -> tuple[FinishReason, EpisodeEnd]:
+    def _end_reason(self, conversation: OpenConversation) -> tuple[FinishReason, EpisodeEnd]:
         if conversation.episode.ended == "error":
             return "abort", "error"
         return "stop", "answer" if self.config.path is None else "environment"
 
-    def _finish(self, conversation: _Conversation, finish: FinishReason, ended: EpisodeEnd) -> None:
+    def _finish(self, conversation: OpenConversation, finish: FinishReason, ended: EpisodeEnd) -> None:
         """Ends the conversation for all its requests."""
         del self._conversations[conversation.name]
         self._ended.append(conversation.name)
         segments = conversation.segments or [
-            _Segment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), True)
+            ConversationSegment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), True)
         ]
         turns = [message["content"] for message in conversation.episode.messages if message["role"] == "assistant"]
         conversation.episode.ended = ended
@@ -347,6 +331,7 @@ class MultiTurnClient(RolloutClient):
                 text=turns[-1] if turns else "",
                 mask=np.concatenate([np.full(segment.tokens.size, segment.by_model) for segment in segments]),
                 episode=copy.deepcopy(conversation.episode),
+                images=conversation.images,
             )
             self._finished.setdefault(conversation.queue, []).append(completion)
 

@@ -5,11 +5,14 @@ between the environment pool and its processes.
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lockstep.base.errors import PicklableError
+from lockstep.base.text import count_noun
 from lockstep.cluster.protocol import concurrent
 from lockstep.cluster.user_code import UserCodeError
+from lockstep.config.vision import ImageDataConfig
 from lockstep.data.samples import Prompt
 
 
@@ -27,6 +30,9 @@ class Observation:
     """Whether the conversation ends; the model then does not read the message."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers to be summed over the conversation and logged as `environment/NAME`."""
+    images: list[Any] = field(default_factory=list)
+    """Images for the model, each a path, bytes, a `data:` URL or an image of Pillow: where the text has the markers
+    `<image>`, else before it. Messages may have them in parts instead: `{"type": "image", "image": ...}`."""
 
     def turns(self, role: str = "user") -> list[dict[str, Any]]:
         """The observation as messages."""
@@ -57,8 +63,20 @@ class BadObservation(ValueError):
     """An environment returned something that is not an observation."""
 
 
-def to_observation(value: object, method: str) -> Observation:
-    """Checks and converts the result of a method.
+@dataclass(frozen=True, slots=True)
+class ObservationLimits:
+    """What the images of an observation may be."""
+
+    base: Path = Path()
+    """The folder that relative paths start from."""
+    images: int = 0
+    """The most images of a conversation."""
+    max_pixels: int = ImageDataConfig().max_pixels_in_file
+    """The most pixels of an image."""
+
+
+def to_observation(value: object, method: str, limits: ObservationLimits = ObservationLimits()) -> Observation:
+    """Checks and converts the result of a method. Images become the content of files, in parts of messages.
 
     Args:
         method: name of the method that returned it, for errors.
@@ -79,11 +97,37 @@ def to_observation(value: object, method: str) -> Observation:
     for message in value.messages or []:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise BadObservation(f"{method}: {message!r} is not a message with role and content")
+    if value.images and value.text is None and value.messages is None:
+        value.text = ""
     if method == "step" and not value.done and not value.turns():
         raise BadObservation("step returned an observation that is not done but has neither text nor messages")
+    _read_images(value, method, limits)
     value.reward = float(value.reward)
     value.metrics = {str(name): float(number) for name, number in value.metrics.items()}
     return value
+
+
+def _read_images(observation: Observation, method: str, limits: ObservationLimits) -> None:
+    """Replaces the images of an observation by the content of their files. Raises BadObservation."""
+    contents = [message["content"] for message in observation.messages or []]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    if not observation.images and all(part.get("type", "text") == "text" for part in parts):
+        return
+    if observation.done:  # the model does not read it
+        observation.messages, observation.images = None, []
+        return
+    from lockstep.data.images.observation_images import UnusableObservation, image_parts, with_image_files
+
+    try:
+        messages = with_image_files(observation.turns(), observation.images, limits.base, limits.max_pixels)
+    except UnusableObservation as error:
+        raise BadObservation(f"{method}: {error}") from error
+    if (count := len(image_parts(messages))) > limits.images:
+        raise BadObservation(
+            f"{method} returned {count_noun(count, 'image')}, and rollout.environment.max_images is {limits.images}: "
+            "set it to the most images of a conversation"
+        )
+    observation.text, observation.messages, observation.images = None, messages, []
 
 
 ENVIRONMENT_SERVICE = "lockstep.rollout.environments.environment_service:EnvironmentService"

@@ -27,6 +27,7 @@ from lockstep.rollout.environments.environment_protocol import (
     EnvironmentTask,
     LoadedEnvironment,
     Observation,
+    ObservationLimits,
     RunningTask,
     TaskResult,
     TaskUpdate,
@@ -179,18 +180,21 @@ class EnvironmentService:
             assert task.prompt is not None
             environment = self._make_environment()
             if task.begun is not None or task.action is None:
-                first = to_observation(await _maybe_await(reset_environment(environment, task.prompt)), "reset")
+                first = self._observation(await _maybe_await(reset_environment(environment, task.prompt)), "reset")
                 if task.begun is not None:
                     _check_same_observation(task.begun, first, "reset")
             for earlier in task.history:
-                again = to_observation(await _maybe_await(environment.step(earlier.action)), "step")
+                again = self._observation(await _maybe_await(environment.step(earlier.action)), "step")
                 _check_same_observation(earlier.digest, again, "step")
             self._environments[task.episode] = environment
             if task.action is None:
                 return TaskResult(task.number, first, digest=observation_digest(first))
         assert task.action is not None
-        reply = to_observation(await _maybe_await(self._environments[task.episode].step(task.action)), "step")
+        reply = self._observation(await _maybe_await(self._environments[task.episode].step(task.action)), "step")
         return TaskResult(task.number, reply, digest=observation_digest(reply))
+
+    def _observation(self, value: object, method: str) -> Observation:
+        return to_observation(value, method, ObservationLimits(self._base, self._config.max_images))
 
     def _load_tool(self, path: str) -> Callable[..., Any]:
         loaded = load_object(path, self._base, EnvironmentCodeError)

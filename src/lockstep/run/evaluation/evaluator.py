@@ -172,7 +172,7 @@ def _sample(group: Group) -> CompletionSample:
         scores=completion_scores(group, 0),
         finish=first.finish,
         messages=None if first.episode is None else first.episode.messages,
-        images=[image.description() for image in group.prompt.images],
+        images=[image.description() for image in (*group.prompt.images, *first.images)],
     )
 
 

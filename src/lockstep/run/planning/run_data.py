@@ -16,11 +16,12 @@ from lockstep.data.images.image_processor import ImageProcessor, load_image_proc
 from lockstep.data.images.image_record import RECORD_FILE, ImageRecord
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.images.image_usage import ImageUsage, usage_of_samples
+from lockstep.data.images.observation_images import ObservationImages
 from lockstep.data.images.restored_images import restore_images
 from lockstep.data.mixture import open_training_source
 from lockstep.data.row_lengths import ContextLimit, LengthLimit, limit_length
 from lockstep.data.sample_sources import SampleSource
-from lockstep.data.samples import Prompt
+from lockstep.data.samples import Completion, Prompt
 from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.data.turn_tokenizer import TurnTokenizer
 from lockstep.models.errors import naming_fields_of
@@ -127,10 +128,21 @@ class RunData:
         finally:
             self.release(EVALUATION)
 
+    def restore_observations(self, completions: Sequence[Completion]) -> None:
+        """Prepares the images of environments' answers, where they are lost. Raises ObservationImageLost."""
+        if self.observations is not None:
+            self.observations.restore(completions)
+
+    @property
+    def observations(self) -> ObservationImages | None:
+        """The images of environments' answers; None if they have none."""
+        return None if self.turns is None else self.turns.images
+
     @property
     def has_images(self) -> bool:
-        """Whether some samples of training or evaluation have images."""
-        return self.samples.has_images or any(each.images for each in (*self.held_out, *self.validation))
+        """Whether some samples of training or evaluation have images, or answers of the environment may have some."""
+        samples = (*self.held_out, *self.validation)
+        return self.samples.has_images or self.observations is not None or any(each.images for each in samples)
 
     @property
     def image_usage(self) -> ImageUsage:
@@ -286,7 +298,13 @@ def turn_tokenizer(
         return None
     if len({part.chat for part in config.data.sources}) > 1:
         raise RunRefused("with rollout.environment, all datasets of data.mixture need the same chat: set data.chat")
-    turns = TurnTokenizer(tokenizer, config.data.sources[0], options.tools)
+    images = None
+    if most := config.rollout.environment.max_images:
+        if options.images is None or options.image_store is None:
+            problem = f"rollout.environment.max_images is {most}, and {config.model.path} reads no images"
+            raise RunRefused(f"{problem}: set it to 0, or use a vision-language model")
+        images = ObservationImages(options.images, options.image_store, config.data.sources[0].images, most)
+    turns = TurnTokenizer(tokenizer, config.data.sources[0], options.tools, images)
     for prompt in first:
         _check_tools_reach_model(turns, prompt, options.tools)
         turns.check(prompt, "tool" if options.open_turn else "user")

@@ -210,7 +210,7 @@ def generate(
         else:
             source = open_source("prompts", rows, data, *common)
         found = source.take(0, min(len(source), prompts.limit or len(source)))
-        with use_model(loaded, tokenizer, found, options, status) as session:
+        with use_model(loaded, tokenizer, found, shown, status) as session:
             if sampling.seed is not None:
                 session.engines.seed = sampling.seed
             return loaded.label, sample_groups(session.engines, found, chosen, sampling.n)

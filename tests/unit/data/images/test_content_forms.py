@@ -51,5 +51,5 @@ def test_an_environments_answer_between_two_turns(tokenizer: Any, template: str)
     tokenizer.chat_template = template
     turns = TurnTokenizer(tokenizer, DatasetConfig(path="x"))
     prompt = Prompt("0:0", 0, tokenizer("ab", return_tensors="np")["input_ids"][0], "", MESSAGES)
-    reply = turns.reply(prompt, [{"role": "user", "content": "wrong"}], tokenizer.convert_tokens_to_ids("a"))
+    reply = turns.reply(prompt, [{"role": "user", "content": "wrong"}], tokenizer.convert_tokens_to_ids("a")).tokens
     assert tokenizer.decode(reply).replace(" ", "") == "<user>wrong"
