@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.base import waits
-from lockstep.config.vision import ImageDataConfig
-from lockstep.data.images.image_content import UnusableImage
+from lockstep.config.data import DatasetConfig
+from lockstep.data.images.image_content import RowVideo, UnusableImage, UnusableVideo
 from lockstep.data.images.image_processor import ImageExpansion, ImageProcessor, ImageRefused
 from lockstep.data.images.image_source import ImageFinder, RowImage
 from lockstep.data.images.image_store import ImageStore
+from lockstep.data.images.video_source import FoundVideo, VideoFinder
 
 _STALL_S = 120.0
 """Reading and preparing one image takes a fraction of a second; a file on a network may take longer."""
@@ -27,10 +28,12 @@ class LoadedImage:
     expansion: ImageExpansion
     source: str
     size: tuple[int, int]
+    origin: str
+    """Of a frame of a video: the video and the frame's number."""
 
 
 class ImageLoader:
-    """Finds, checks and prepares the images of one dataset.
+    """Finds, checks and prepares the images of one dataset, and the frames of its videos.
 
     Args:
         processor: the model's.
@@ -38,28 +41,42 @@ class ImageLoader:
         data_path: the dataset's file or folder.
     """
 
-    def __init__(
-        self, processor: ImageProcessor, store: ImageStore | None, cfg: ImageDataConfig, data_path: str
-    ) -> None:
+    def __init__(self, processor: ImageProcessor, store: ImageStore | None, cfg: DatasetConfig, data_path: str) -> None:
         self.processor, self._store = processor, store
-        self.skips = cfg.on_error == "skip"
+        self.skips = cfg.images.on_error == "skip"
         """Whether rows with unusable images are left out."""
-        self._finder = ImageFinder(cfg, data_path)
-        self._workers = cfg.workers
+        self._finder = ImageFinder(cfg.images, data_path)
+        self._videos = VideoFinder(self._finder, cfg.images, cfg.videos)
+        self._workers = cfg.images.workers
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[object, Future[list[LoadedImage]]] = {}
         self._lock = threading.Lock()
 
-    def find(self, values: Sequence[Any]) -> list[RowImage]:
-        """Returns the images of a row, and reads their sizes. Raises UnusableImage."""
-        found = [self._finder.find(value, number) for number, value in enumerate(values)]
+    def find(self, values: Sequence[Any]) -> tuple[list[RowImage], list[FoundVideo]]:
+        """Returns the images of a row, among them the frames of its videos, and the videos. Reads sizes only.
+
+        Raises:
+            UnusableImage: an image or a video cannot be used.
+            DataError: a video is a file, and what decodes it is not installed.
+        """
+        found: list[RowImage] = []
+        videos = []
+        for number, value in enumerate(values):
+            if isinstance(value, RowVideo):
+                videos.append(self._videos.find(value, number))
+                found += videos[-1].frames
+            else:
+                found.append(self._finder.find(value, f"image {number}"))
+        if videos and not self.processor.reads_several:
+            problem = "cannot be shown to this model, whose processor reads one image per prompt"
+            raise UnusableVideo(videos[0].frames[0].source, problem, "Choose a model that reads several images.")
         for image in found:
             with_size = image.size
             try:
                 self.processor.expansion(with_size, len(found))
             except ImageRefused as error:
                 raise UnusableImage(image.source, f"of {with_size[0]} x {with_size[1]} pixels: {error}") from error
-        return found
+        return found, videos
 
     def problems(self, rows: Sequence[Sequence[Any]]) -> list[UnusableImage | None]:
         """Finds and decodes the images of rows, in threads: what is wrong with the first bad one of each row."""
@@ -78,7 +95,7 @@ class ImageLoader:
 
     def _problem(self, values: Sequence[Any]) -> UnusableImage | None:
         try:
-            for image in self.find(values):
+            for image in self.find(values)[0]:
                 image.check()
         except UnusableImage as problem:
             return problem
@@ -143,12 +160,12 @@ class ImageLoader:
                 except ImageRefused as error:
                     raise UnusableImage(image.source, f"is refused: {error}") from error
             expansion = self.processor.expansion(image.size, len(images))
-            found.append(LoadedImage(digest, expansion, self._kept(image, digest), image.size))
+            found.append(LoadedImage(digest, expansion, self._kept(image, digest), image.size, image.origin))
         return found
 
     def _kept(self, image: RowImage, digest: str) -> str:
-        """The path of an image's file. An image in the data is written beside the prepared one, once the store writes:
-        reward functions and the report read it."""
+        """The path of an image's file. An image in the data, or a frame of a video file, is written beside the prepared
+        one, once the store writes: reward functions and the report read it."""
         if image.is_file or self._store is None:
             return image.source
         path = self._store.original_path(digest)

@@ -35,5 +35,5 @@ def restore_images(samples: Sequence[Any], source: SampleSource[Any], store: Ima
         again = source.by_uid(sample.uid)
         for number, image in enumerate(sample.images):
             if number >= len(again.images) or again.images[number].digest != image.digest:
-                raise ImageChanged(sample.uid, image.source)
+                raise ImageChanged(sample.uid, image.origin or image.source)
     return len(lacking)
