@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lockstep.config.section import Section
-from lockstep.config.vision import ImageDataConfig
+from lockstep.config.vision import ImageDataConfig, VideoDataConfig
 
 
 class ProceduralTask(Section):
@@ -60,6 +60,8 @@ class DatasetConfig(Section):
 
     images: ImageDataConfig = ImageDataConfig()
     """Images of the rows, for a vision-language model."""
+    videos: VideoDataConfig = VideoDataConfig()
+    """Videos of the rows, whose frames become images."""
 
     @model_validator(mode="after")
     def _check_task(self) -> Self:

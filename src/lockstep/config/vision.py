@@ -93,3 +93,23 @@ class ImageDataConfig(Section):
     def folders(self) -> tuple[str, ...]:
         """The folders that relative paths start from; empty for that of the data file."""
         return tuple(filter(None, self.folder.split(":"))) if isinstance(self.folder, str) else self.folder
+
+
+class VideoDataConfig(Section):
+    """Videos of a dataset. A model gets a video as images: frames at equal distances, as qwen-vl-utils chooses them.
+    Folders, errors, pixels in a file and workers are those of `images`; `model.vision.max_pixels` holds for each
+    frame."""
+
+    column: str | None = None
+    """Column with the video, or the list of videos, of each row; `videos` or `video` when absent. A video is a path, a
+    `data:` URL, bytes, a list of frames, or a mapping with one of these and `fps`, `nframes`, `min_frames`,
+    `max_frames`, `video_start` or `video_end` of its own. Videos in the parts of messages need no column."""
+    fps: float = Field(2.0, gt=0, allow_inf_nan=False)
+    """Frames per second of the video to take. A list or folder of frames is read as taken at this rate, and all are
+    used."""
+    min_frames: int = Field(4, gt=0)
+    """The fewest frames to take of a video that has as many, unless `max_frames` is less."""
+    max_frames: int = Field(32, gt=0)
+    """The most frames to take of a video, also where a row asks for more. Each takes as many tokens as an image."""
+    max_frames_in_file: int = Field(500_000, gt=0)
+    """A video that says that it has more frames is refused before it is decoded."""

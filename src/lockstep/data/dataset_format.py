@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRow, DatasetRows, name_hint
-from lockstep.data.images.image_content import has_parts, place_images, row_values, shown_values
+from lockstep.data.images.image_content import MediaColumn, has_parts, place_media, row_values, shown_values
 
 if TYPE_CHECKING:
     from lockstep.data.images.image_source import RowImage
@@ -21,7 +21,7 @@ ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "label")
 ALPACA_PROMPT, ALPACA_INPUT, ALPACA_OUTPUT = "instruction", "input", "output"
 """Alpaca's columns: the prompt is the instruction, followed by the input if there is one."""
 PAIR_COLUMNS = ("chosen", "rejected")
-IMAGE_COLUMNS = ("images", "image")
+IMAGE_COLUMNS, VIDEO_COLUMNS = ("images", "image"), ("videos", "video")
 VERL_COLUMNS = ("data_source", "prompt", "reward_model")
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 """Columns with a whole conversation; the others are ShareGPT's."""
@@ -56,9 +56,10 @@ class DatasetSample:
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """TRL's column `chat_template_kwargs`."""
     image_values: list[Any] = field(default_factory=list)
-    """The images of the prompt as they are in the data, in the order of their markers or parts in it."""
+    """The images and videos (`RowVideo`) of the prompt as they are in the data, in the order of their markers or parts
+    in it."""
     images: "list[RowImage]" = field(default_factory=list)
-    """The same images, found and checked by the source of samples."""
+    """The same images, and the frames of the videos, found and checked by the source of samples."""
 
 
 class DatasetFormat:
@@ -86,7 +87,8 @@ class DatasetFormat:
         elif self.name == "verl":
             for column in VERL_COLUMNS:
                 self._need(column, "format")
-        self._image = self._image_column(cfg)
+        self._image = self._media_column(cfg.images.column, "images.column", IMAGE_COLUMNS)
+        self._video = self._media_column(cfg.videos.column, "videos.column", VIDEO_COLUMNS)
         if self.name == "prompt_answer" and not self._answer:
             known = (*ANSWER_COLUMNS, ALPACA_OUTPUT) if is_alpaca else ANSWER_COLUMNS
             self._answer = self._one_of(known, "answer_column")
@@ -135,10 +137,10 @@ class DatasetFormat:
         found = self._one_of(PROMPT_COLUMNS, "prompt_column")
         return found or self._need("prompt", "prompt_column")
 
-    def _image_column(self, cfg: DatasetConfig) -> str | None:
-        if cfg.images.column:
-            return self._need(cfg.images.column, "images.column")
-        return next((name for name in IMAGE_COLUMNS if name in self._rows.columns), None)
+    def _media_column(self, given: str | None, setting: str, known: Sequence[str]) -> str | None:
+        if given:
+            return self._need(given, setting)
+        return next((name for name in known if name in self._rows.columns), None)
 
     def _need(self, column: str, setting: str) -> str:
         if column not in self._rows.columns:
@@ -163,21 +165,26 @@ class DatasetFormat:
         values = self._rows[row]
         try:
             sample = self._read(values)
-            if self._image or has_parts(sample.prompt) or has_parts(sample.completion) or has_parts(sample.rejected):
-                self._read_images(sample, values)
+            sides = (sample.prompt, sample.completion, sample.rejected)
+            if self._image or self._video or any(map(has_parts, sides)):
+                self._read_media(sample, values)
             return sample
         except BadRow as bad:
             raise self._rows.data_error(row, bad) from bad
 
-    def _read_images(self, sample: DatasetSample, row: DatasetRow) -> None:
-        values = row_values(row.get(self._image)) if self._image else []
-        if self._image in sample.columns:
-            sample.columns[self._image] = shown_values(row[self._image])
+    def _read_media(self, sample: DatasetSample, row: DatasetRow) -> None:
+        columns = [
+            MediaColumn("image", self._image, row_values(row.get(self._image)) if self._image else []),
+            MediaColumn("video", self._video, row_values(row.get(self._video)) if self._video else []),
+        ]
+        for column in columns:
+            if column.name in sample.columns:
+                sample.columns[column.name] = shown_values(row[column.name], column.kind)
         for side in (sample.completion, sample.rejected):
-            if has_parts(side) and place_images(side or "", [], None)[1]:
-                remedy = "Write completions as text: only prompts may have images."
+            if has_parts(side) and place_media(side or "", [MediaColumn("image"), MediaColumn("video")])[1]:
+                remedy = "Write completions as text: only prompts may have images and videos."
                 raise BadRow(self._image, "a completion has images", remedy)
-        sample.prompt, sample.image_values = place_images(sample.prompt, values, self._image)
+        sample.prompt, sample.image_values = place_media(sample.prompt, columns)
 
     def _read(self, row: DatasetRow) -> DatasetSample:
         if self.name == "preference":

@@ -1,6 +1,7 @@
 """Prompts, documents and pairs in the order of a run."""
 
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -13,6 +14,7 @@ from lockstep.data.dataset_format import DatasetFormat, DatasetSample
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
 from lockstep.data.images.image_content import UnusableImage
 from lockstep.data.images.image_usage import ImageTally, ImageUsage
+from lockstep.data.images.video_text import write_videos
 from lockstep.data.row_lengths import LengthLimit, length_problem, select_fitting_rows
 from lockstep.data.sample_order import EpochOrder, SampleOrder, make_uid, parse_uid, permutation
 from lockstep.data.samples import Document, LabelledCompletion, Pair, PlacedImage, Prompt
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample", Prompt, Document, Pair, LabelledCompletion)
 
+_IN_THE_DATA = re.compile(r"(image|video) \d+(, frame \d+)?$")
+"""The name of an image that has no path."""
 HOLD_OUT_KEY = 0x686F6C64
 """Makes the choice of held-out rows independent of the order of an epoch."""
 
@@ -234,7 +238,7 @@ class DatasetSource(SampleSource[Sample]):
         return self._format.read(row).image_values
 
     def _read(self, row: int) -> DatasetSample:
-        """Reads a row and the sizes of its images. Raises DataError."""
+        """Reads a row and the sizes of its images, and puts frames in place of its videos. Raises DataError."""
         sample = self._format.read(row)
         if not sample.image_values:
             return sample
@@ -242,9 +246,11 @@ class DatasetSource(SampleSource[Sample]):
             remedy = "Choose a vision-language model, or leave the images out of the data."
             raise self._rows.data_error(row, BadRow(None, "the row has an image, and the model reads none", remedy))
         try:
-            sample.images = self._images.find(sample.image_values)
+            sample.images, videos = self._images.find(sample.image_values)
         except UnusableImage as bad:
             raise self._rows.data_error(row, bad) from bad
+        if videos:
+            sample.prompt = write_videos(sample.prompt, videos, self._images.processor.name)
         expansion, count = self._images.processor.expansion, len(sample.images)
         self._tally.note(row, [(each.size, expansion(each.size, count).features) for each in sample.images])
         return sample
@@ -263,8 +269,9 @@ class DatasetSource(SampleSource[Sample]):
             if own.size != image.expansion.features:
                 problem = f"image {number} has {image.expansion.features} features, but {own.size} tokens for them"
                 raise self._rows.data_error(row, BadRow(None, problem, "Check the model's tokenizer."))
-            source = f"{image.source} of row {row}" if image.source == f"image {number}" else image.source
-            found.append(PlacedImage(image.digest, own, source, image.size, image.expansion.resized))
+            source = f"{image.source} of row {row}" if _IN_THE_DATA.match(image.source) else image.source
+            resized = image.expansion.resized
+            found.append(PlacedImage(image.digest, own, source, image.size, resized, image.origin))
         return found
 
     def _measured(self, text: str, sample: DatasetSample) -> str:

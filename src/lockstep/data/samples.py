@@ -33,6 +33,8 @@ class PlacedImage:
     """Width and height in the file, in pixels."""
     resized: tuple[int, int] = (0, 0)
     """Width and height as the model gets it: boxes that it predicts may refer to these."""
+    origin: str = ""
+    """Of a frame of a video file: the video's path, and the frame's number in it, such as `clip.mp4#12`."""
 
     def moved(self, by: int) -> "PlacedImage":
         """Returns the image with places that are `by` larger: where it is in a row that has its tokens from there."""
@@ -47,7 +49,7 @@ class PlacedImage:
     def description(self) -> dict[str, Any]:
         """The image as JSON values, without its places."""
         about = {"source": self.source, "size": list(self.size), "resized": list(self.resized)}
-        return {"digest": self.digest, **about}
+        return {"digest": self.digest, **about, **({"origin": self.origin} if self.origin else {})}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "PlacedImage":
@@ -55,7 +57,8 @@ class PlacedImage:
         runs = [np.arange(first, first + count, dtype=np.int32) for first, count in value["places"]]
         places = np.concatenate([np.empty(0, np.int32), *runs])
         (width, height), (new_width, new_height) = value["size"], value["resized"]
-        return cls(value["digest"], places, value["source"], (width, height), (new_width, new_height))
+        resized, origin = (new_width, new_height), value.get("origin", "")
+        return cls(value["digest"], places, value["source"], (width, height), resized, origin)
 
 
 @dataclass(slots=True)

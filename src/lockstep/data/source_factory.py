@@ -52,7 +52,7 @@ def open_source(
     if options.images is not None:
         from lockstep.data.images.image_loader import ImageLoader
 
-        images = ImageLoader(options.images, options.image_store, cfg.images, rows.path)
+        images = ImageLoader(options.images, options.image_store, cfg, rows.path)
     match kind:
         case "prompts":
             shown = options.answers, options.tools, options.open_turn

@@ -7,7 +7,7 @@ import numpy as np
 
 from lockstep.config.vision import ImageDataConfig
 from lockstep.data.images.image_content import row_values
-from lockstep.data.images.image_source import ImageFinder, RowImage
+from lockstep.data.images.image_source import ImageFinder, RowImage, StillImage
 from lockstep.data.images.image_store import ImageStore, ImageUnavailable
 from lockstep.data.samples import Prompt
 from lockstep.rewards.reward_signatures import RewardFunction
@@ -82,9 +82,9 @@ def _row_image(prompt: Prompt, number: int) -> RowImage:
     path = Path(image.source)
     if path.is_file():
         # It may have been replaced since the data was read, which had its own limit.
-        return RowImage(image.source, path, max(1, 2 * image.size[0] * image.size[1]))
+        return StillImage(image.source, path, max(1, 2 * image.size[0] * image.size[1]))
     for name in ("images", "image"):
         values = row_values(prompt.columns.get(name))
         if number < len(values) and not isinstance(values[number], str):
-            return ImageFinder(ImageDataConfig(), "").find(values[number], number)
-    return RowImage(image.source, path, 1)
+            return ImageFinder(ImageDataConfig(), "").find(values[number], f"image {number}")
+    return StillImage(image.source, path, 1)

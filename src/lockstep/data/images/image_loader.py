@@ -11,13 +11,14 @@ import numpy as np
 
 from lockstep.base import waits
 from lockstep.base.text import count_noun
-from lockstep.config.vision import ImageDataConfig
+from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_rows import BadRow, DatasetRows
-from lockstep.data.images.image_content import UnusableImage
+from lockstep.data.images.image_content import RowVideo, UnusableImage, UnusableVideo
 from lockstep.data.images.image_processor import ImageExpansion, ImageProcessor, ImageRefused
 from lockstep.data.images.image_record import list_changes
 from lockstep.data.images.image_source import ImageFinder, RowImage
 from lockstep.data.images.image_store import ImageStore
+from lockstep.data.images.video_source import FoundVideo, VideoFinder
 from lockstep.data.row_lengths import MEASURED_ROWS
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,12 @@ class LoadedImage:
     expansion: ImageExpansion
     source: str
     size: tuple[int, int]
+    origin: str
+    """Of a frame of a video: the video and the frame's number."""
 
 
 class ImageLoader:
-    """Finds, checks and prepares the images of one dataset.
+    """Finds, checks and prepares the images of one dataset, and the frames of its videos.
 
     Args:
         processor: the model's.
@@ -54,31 +57,47 @@ class ImageLoader:
         self,
         processor: ImageProcessor,
         store: ImageStore | None,
-        cfg: ImageDataConfig,
+        cfg: DatasetConfig,
         data_path: str,
         salt: bytes = b"",
     ) -> None:
         self.processor, self._store, self._salt = processor, store, salt
-        self.skips = cfg.on_error == "skip"
+        self.skips = cfg.images.on_error == "skip"
         """Whether rows with unusable images are left out."""
         self._record = None if store is None else store.record
         self._recorded = None if self._record is None else self._record.dataset(data_path)
-        self._finder = ImageFinder(cfg, data_path)
-        self._workers = cfg.workers
+        self._finder = ImageFinder(cfg.images, data_path)
+        self._videos = VideoFinder(self._finder, cfg.images, cfg.videos)
+        self._workers = cfg.images.workers
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: dict[object, Future[list[LoadedImage]]] = {}
         self._lock = threading.Lock()
 
-    def find(self, values: Sequence[Any]) -> list[RowImage]:
-        """Returns the images of a row, and reads their sizes. Raises UnusableImage."""
-        found = [self._finder.find(value, number) for number, value in enumerate(values)]
+    def find(self, values: Sequence[Any]) -> tuple[list[RowImage], list[FoundVideo]]:
+        """Returns the images of a row, among them the frames of its videos, and the videos. Reads sizes only.
+
+        Raises:
+            UnusableImage: an image or a video cannot be used.
+            DataError: a video is a file, and what decodes it is not installed.
+        """
+        found: list[RowImage] = []
+        videos = []
+        for number, value in enumerate(values):
+            if isinstance(value, RowVideo):
+                videos.append(self._videos.find(value, number))
+                found += videos[-1].frames
+            else:
+                found.append(self._finder.find(value, f"image {number}"))
+        if videos and not self.processor.reads_several:
+            problem = "cannot be shown to this model, whose processor reads one image per prompt"
+            raise UnusableVideo(videos[0].frames[0].source, problem, "Choose a model that reads several images.")
         for image in found:
             with_size = image.size
             try:
                 self.processor.expansion(with_size, len(found))
             except ImageRefused as error:
                 raise UnusableImage(image.source, f"of {with_size[0]} x {with_size[1]} pixels: {error}") from error
-        return found
+        return found, videos
 
     def problems(self, rows: Sequence[Sequence[Any]]) -> list[UnusableImage | None]:
         """Finds and decodes the images of rows, in threads: what is wrong with the first bad one of each row."""
@@ -136,30 +155,30 @@ class ImageLoader:
         assert self._recorded is not None
         self._recorded.dropped = np.setdiff1d(np.arange(len(rows)), kept).tolist()
         by_path: dict[str, list[int]] = {}
-        images: list[RowImage] = []
         for row in kept.tolist():
-            for image in (self._finder.find(value, number) for number, value in enumerate(read(row))):
-                if image.is_file:
-                    if image.source not in by_path:
-                        images.append(image)
-                    by_path.setdefault(image.source, []).append(row)
-        started = [self._threads.submit(self._recorded.add, image, by_path[image.source]) for image in images]
+            try:
+                found = self.find(read(row))[0]
+            except UnusableImage as bad:
+                raise rows.data_error(row, bad) from bad
+            for path in {str(image.file): None for image in found if image.file is not None}:
+                by_path.setdefault(path, []).append(row)
+        started = [self._threads.submit(self._recorded.add, path, own) for path, own in by_path.items()]
 
         def finished() -> int:
             return sum(each.done() for each in started)
 
-        for image, each in zip(images, started, strict=True):
+        for (_, own), each in zip(by_path.items(), started, strict=True):
             try:
                 waits.future(
                     each, waits_for="the threads that read images", why="recording images", stall_s=_STALL_S,
                     progress=finished,
                 )  # fmt: skip
             except UnusableImage as bad:
-                raise rows.data_error(by_path[image.source][0], bad) from bad
+                raise rows.data_error(own[0], bad) from bad
 
     def _problem(self, values: Sequence[Any]) -> UnusableImage | None:
         try:
-            for image in self.find(values):
+            for image in self.find(values)[0]:
                 image.check()
         except UnusableImage as problem:
             return problem
@@ -227,20 +246,20 @@ class ImageLoader:
                 except ImageRefused as error:
                     raise UnusableImage(image.source, f"is refused: {error}") from error
             expansion = self.processor.expansion(image.size, len(images))
-            found.append(LoadedImage(digest, expansion, self._kept(image, digest), image.size))
+            found.append(LoadedImage(digest, expansion, self._kept(image, digest), image.size, image.origin))
         return found
 
     def _check_unchanged(self, image: RowImage, content: bytes) -> None:
         change = None
-        if self._recorded is not None and image.is_file:
-            change = self._recorded.difference(image.source, content)
+        if self._recorded is not None and image.file is not None:
+            change = self._recorded.difference(str(image.file), content if image.is_file else None)
         if change is not None:
             problem = f"has changed since the run began: its digest was {change.old} and is {change.new}"
             raise UnusableImage(image.source, problem, "Restore it, or set data.images.on_error to skip.")
 
     def _kept(self, image: RowImage, digest: str) -> str:
-        """The path of an image's file. An image in the data is written beside the prepared one, once the store writes:
-        reward functions and the report read it."""
+        """The path of an image's file. An image in the data, or a frame of a video file, is written beside the prepared
+        one, once the store writes: reward functions and the report read it."""
         if image.is_file or self._store is None:
             return image.source
         path = self._store.original_path(digest)

@@ -10,8 +10,9 @@ import json
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +92,16 @@ class ImageProcessor:
     Attributes:
         tokenizer: the model's tokenizer.
         placeholder: what the chat template writes for an image.
+        name: of the class of the processor.
     """
 
     def __init__(self, processor: Any, feature_token: int, model: str) -> None:
-        from lockstep.data.images.size_processor import without_pixels
+        from lockstep.data.images.size_processor import blank_image, without_pixels
 
+        self._blank = blank_image
         self.tokenizer: Tokenizer = processor.tokenizer
         self.placeholder: str = processor.image_token
+        self.name = type(processor).__name__
         self._own, self._feature_token, self._model = processor, feature_token, model
         # Images are prepared in threads, while the tokenizer is used elsewhere: it fails if it is used twice at once.
         self._processor = _copy_of(processor, processor.image_processor)
@@ -113,6 +117,13 @@ class ImageProcessor:
     def size(self) -> dict[str, int]:
         """The setting `size` of transformers' image processor, whose meaning depends on the model."""
         return {name: value for name, value in dict(self._own.image_processor.size).items() if value is not None}
+
+    @cached_property
+    def reads_several(self) -> bool:
+        """Whether a prompt may have several images, as one with a video has."""
+        with suppress(ImageRefused), self._lock:
+            return self._inputs(self._sizes, self._blank(64, 64), True)[1] > 0
+        return False
 
     def digest(self, content: bytes, among: int = 1) -> str:
         """Returns the digest of a prepared image: of the bytes of its file, and of the settings of its preparation.
@@ -149,12 +160,9 @@ class ImageProcessor:
         different = self._is_different(among)
         inputs, features = self._inputs(self._processor, image, different)
         if features != expansion.features:
-            raise ImageProcessorError(
-                self._model,
-                f"makes {features} features of an image of {image.width} x {image.height} pixels, but "
-                f"{expansion.features} of its size",
-                "This is an error of Lockstep: please report it with the version of transformers.",
-            )
+            made = f"makes {features} features of an image of {image.width} x {image.height} pixels"
+            remedy = "This is an error of Lockstep: please report it with the version of transformers."
+            raise ImageProcessorError(self._model, f"{made}, but {expansion.features} of its size", remedy)
         arrays = {name: np.asarray(values) for name, values in inputs.items() if name not in _TEXT_INPUTS}
         if different:
             # It was prepared twice, as two images of one prompt.
@@ -238,12 +246,10 @@ class ImageProcessor:
         return self._differs_among_others and among > 1
 
     def _compute_expansion(self, size: tuple[int, int], different: bool) -> ImageExpansion:
-        from lockstep.data.images.size_processor import blank_image
-
         width, height = size
         with self._lock:
             self._sizes.image_processor.resized = None
-            inputs, features = self._inputs(self._sizes, blank_image(width, height), different)
+            inputs, features = self._inputs(self._sizes, self._blank(width, height), different)
             resized = self._sizes.image_processor.resized or size
         replacement: str = inputs["text_replacement_offsets"][0][0]["replacement"]
         return ImageExpansion(replacement, features, resized)

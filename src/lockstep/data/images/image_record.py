@@ -15,7 +15,6 @@ from typing import Any
 from lockstep.base.folders import make_folder, write_atomically
 from lockstep.data.dataset_rows import DataError
 from lockstep.data.images.image_content import UnusableImage
-from lockstep.data.images.image_source import RowImage
 
 RECORD_FILE = "files.json"
 """In the folder of a run's prepared images."""
@@ -64,34 +63,32 @@ class DatasetImages:
         self.dropped: list[int] = []
         self.files: dict[str, RecordedFile] = {}
 
-    def add(self, image: RowImage, rows: list[int]) -> None:
+    def add(self, path: str, rows: list[int]) -> None:
         """Records the content of a file that these rows have. Raises UnusableImage if it cannot be read."""
         try:
-            about = Path(image.source).stat()
+            about = Path(path).stat()
+            digest = _file_digest(path)
         except OSError as error:
-            raise UnusableImage(image.source, f"cannot be read ({error.strerror})") from error
-        digest = content_digest(image.content())
-        self.files[image.source] = RecordedFile(digest, about.st_size, about.st_mtime_ns, rows)
+            raise UnusableImage(path, f"cannot be read ({error.strerror})") from error
+        self.files[path] = RecordedFile(digest, about.st_size, about.st_mtime_ns, rows)
 
-    def difference(self, path: str, content: bytes) -> ChangedFile | None:
-        """Compares a file that has just been read; None if it is as it was, or was not recorded."""
+    def difference(self, path: str, content: bytes | None = None) -> ChangedFile | None:
+        """Compares a file with what it was; None if it is the same, or was not recorded.
+
+        Args:
+            content: of the file, if it has just been read; else it is read if its size or its time has changed.
+        """
         known = self.files.get(path)
-        if known is None or (new := content_digest(content)) == known.digest:
+        if known is None:
             return None
-        return ChangedFile(path, known.rows[0], known.digest, new)
+        new = _digest_now(path, known) if content is None else content_digest(content)
+        return None if new == known.digest else ChangedFile(path, known.rows[0], known.digest, new)
 
     def changed(self) -> Iterator[tuple[ChangedFile, list[int]]]:
         """Yields the files that are not what they were, each with the rows that have it."""
         for path, known in self.files.items():
-            try:
-                about = Path(path).stat()
-                if (about.st_size, about.st_mtime_ns) == (known.size, known.time):
-                    continue
-                new = content_digest(Path(path).read_bytes())
-            except OSError:
-                new = GONE
-            if new != known.digest:
-                yield ChangedFile(path, known.rows[0], known.digest, new), known.rows
+            if (change := self.difference(path)) is not None:
+                yield change, known.rows
 
 
 class ImageRecord:
@@ -145,6 +142,20 @@ class ImageRecord:
 def content_digest(content: bytes) -> str:
     """The digest of a file's content."""
     return hashlib.sha256(content).hexdigest()[:_DIGEST_CHARS]
+
+
+def _digest_now(path: str, known: RecordedFile) -> str:
+    try:
+        about = Path(path).stat()
+        return known.digest if (about.st_size, about.st_mtime_ns) == (known.size, known.time) else _file_digest(path)
+    except OSError:
+        return GONE
+
+
+def _file_digest(path: str) -> str:
+    """The digest of a file, of which little is in memory at a time: it may be a video. Raises OSError."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:_DIGEST_CHARS]
 
 
 def list_changes(changes: Sequence[ChangedFile], most: int = 5) -> str:

@@ -9,6 +9,7 @@ import binascii
 import io
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +38,47 @@ _UPRIGHT = {
 _KINDS = 'a path, a data: URL, bytes, {"bytes": ..., "path": ...} or an image of Pillow'
 
 
-class RowImage:
-    """An image of a row. Nothing is read before it is asked for.
+class RowImage(ABC):
+    """An image of a row, or a frame of a video. Nothing is read before it is asked for. All methods raise UnusableImage
+    for an image that is missing, damaged, or has too many pixels."""
+
+    source: str
+    """The file's path, or a name such as `image 0`."""
+    origin = ""
+    """Of a frame of a video: the video's path or name, and the frame's number, such as `clip.mp4#12`."""
+    file: Path | None = None
+    """The file that the image is read from: its own, or that of its video."""
+    is_file = False
+    """Whether the image is a file, and not in the data or a video."""
+
+    @property
+    @abstractmethod
+    def size(self) -> tuple[int, int]:
+        """Width and height of the upright image, read from the beginning of the file."""
+
+    @abstractmethod
+    def as_file(self) -> bytes:
+        """An image that is no file, as the content of one."""
+
+    @abstractmethod
+    def content(self) -> bytes:
+        """The bytes that identify the image."""
+
+    @abstractmethod
+    def pixels(self, content: bytes | None = None) -> "Image.Image":
+        """Decodes the image: upright, in mode RGB.
+
+        Args:
+            content: what `content` returned, if it has been called.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Decodes the whole image, as coarsely as its format allows."""
+
+
+class StillImage(RowImage):
+    """An image in a file or in the data.
 
     Args:
         source: the file's path, or a name such as `image 0`.
@@ -48,27 +88,18 @@ class RowImage:
 
     def __init__(self, source: str, data: "Path | bytes | Image.Image", max_pixels: int) -> None:
         self.source, self._data, self._max_pixels = source, data, max_pixels
+        self.file = data if isinstance(data, Path) else None
+        self.is_file = self.file is not None
         self._size: tuple[int, int] | None = None
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height of the upright image, read from the beginning of the file.
-
-        Raises:
-            UnusableImage: it is missing, no image, animated, or has too many pixels.
-        """
         if self._size is None:
             with self._opened() as image:
                 self._size = _upright_size(image)
         return self._size
 
-    @property
-    def is_file(self) -> bool:
-        """Whether the image is a file, and not in the data."""
-        return isinstance(self._data, Path)
-
     def as_file(self) -> bytes:
-        """An image in the data as the content of a file."""
         if isinstance(self._data, Image.Image):
             file = io.BytesIO()
             self.pixels().save(file, "PNG")
@@ -76,11 +107,7 @@ class RowImage:
         return self.content()
 
     def content(self) -> bytes:
-        """The bytes that identify the image: those of its file, or its pixels.
-
-        Raises:
-            UnusableImage: the file cannot be read, or is too large.
-        """
+        """The bytes that identify the image: those of its file, or its pixels."""
         if isinstance(self._data, bytes):
             return self._data
         if isinstance(self._data, Path):
@@ -97,25 +124,17 @@ class RowImage:
             return f"{image.mode} {image.size} {image.getpalette()}".encode() + image.tobytes()
 
     def pixels(self, content: bytes | None = None) -> "Image.Image":
-        """Decodes the image: upright, in mode RGB. Transparent parts are white, as in qwen_vl_utils and vLLM.
-
-        Args:
-            content: the file's content, if it has been read.
-
-        Raises:
-            UnusableImage: as `size`, or it is truncated or damaged.
-        """
+        """Decodes the image: upright, in mode RGB. Transparent parts are white, as in qwen_vl_utils and vLLM."""
         with self._opened(content) as image, self._decoding():
             upright = _UPRIGHT.get(_orientation(image))
             image.load()
-            colours = _in_rgb(image)
+            colours = in_rgb(image)
             found = colours.transpose(upright) if upright is not None else colours
         if found.size != self.size:
             raise UnusableImage(self.source, f"has {found.size} pixels, but its beginning says {self.size}")
         return found
 
     def check(self) -> None:
-        """Decodes the whole image, as coarsely as its format allows. Raises UnusableImage."""
         with self._opened() as image, self._decoding():
             if not isinstance(self._data, Image.Image):
                 image.draft("RGB", (1, 1))
@@ -165,7 +184,7 @@ class RowImage:
             # A camera's file (MPO) may hold further views of the same picture.
             frames = getattr(image, "n_frames", 1) if image.format != "MPO" else 1
         if frames > 1:
-            remedy = "Extract the frames that count as images of their own, or set data.images.on_error to skip."
+            remedy = "Give it as a video, whose frames are taken, or set data.images.on_error to skip."
             raise UnusableImage(self.source, f"has {frames} frames", remedy)
 
     def _too_large(self, pixels: str) -> str:
@@ -187,39 +206,39 @@ class ImageFinder:
         here = Path.cwd()
         self._folders = [Path(os.path.normpath(here / Path(each).expanduser())) for each in cfg.folders or (own,)]
 
-    def find(self, value: Any, number: int) -> RowImage:
+    def find(self, value: Any, name: str) -> RowImage:
         """Returns an image of a row.
 
         Args:
             value: a path, a `data:` URL, bytes, a dict of `bytes` and `path`, or an image of Pillow.
-            number: of the image in the row.
+            name: of an image that has no path, such as `image 0`.
 
         Raises:
             UnusableImage: the value is no image, or names a file that must not be read.
         """
-        name = f"image {number}"
         if isinstance(value, Mapping):
             if value.get("bytes") is not None:
-                return self.find(value["bytes"], number)
+                return self.find(value["bytes"], name)
             inner = next((value[key] for key in ("path", "url", "image") if value.get(key) is not None), None)
             if inner is None:
                 raise UnusableImage(name, f"has neither bytes nor path, but {', '.join(value) or 'nothing'}")
-            return self.find(inner, number)
+            return self.find(inner, name)
         if isinstance(value, bytes | bytearray | memoryview):
-            return RowImage(name, bytes(value), self._max_pixels)
+            return StillImage(name, bytes(value), self._max_pixels)
         if isinstance(value, Image.Image):
-            return RowImage(name, value, self._max_pixels)
+            return StillImage(name, value, self._max_pixels)
         if not isinstance(value, str):
             raise UnusableImage(name, f"is {type(value).__name__}, expected {_KINDS}", "Write one of these.")
         if value.startswith("data:"):
-            return RowImage(name, _from_data_url(value, name), self._max_pixels)
+            return StillImage(name, from_data_url(value, name), self._max_pixels)
         if value.startswith(("http://", "https://")):
             remedy = "Lockstep downloads no images: save the file, and write its path."
             raise UnusableImage(value, "is on the web", remedy)
-        path = self._path(value.removeprefix("file://"))
-        return RowImage(str(path), path, self._max_pixels)
+        path = self.path(value.removeprefix("file://"))
+        return StillImage(str(path), path, self._max_pixels)
 
-    def _path(self, text: str) -> Path:
+    def path(self, text: str) -> Path:
+        """Returns the file or folder that a row names. Raises UnusableImage if it must not be read."""
         if "\0" in text or not text:
             raise UnusableImage(text, "is no path")
         named = Path(text).expanduser() if not self._is_limited else Path(text)
@@ -232,13 +251,14 @@ class ImageFinder:
                 folders = ":".join(map(str, self._folders))
                 remedy = f"Only files in data.images.folder ({folders}) are read."
                 raise UnusableImage(text, "is outside of the folders of images", remedy)
-        return next((path for path in candidates if path.is_file()), candidates[0])
+        return next((path for path in candidates if path.exists()), candidates[0])
 
 
-def _from_data_url(url: str, name: str) -> bytes:
+def from_data_url(url: str, name: str) -> bytes:
+    """Decodes a `data:` URL in base64. Raises UnusableImage."""
     head, comma, body = url.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise UnusableImage(name, f"is a URL that begins with {head[:40]!r}, expected data:image/...;base64,...")
+        raise UnusableImage(name, f"is a URL that begins with {head[:40]!r}, expected data:...;base64,...")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -260,7 +280,8 @@ def _upright_size(image: "Image.Image") -> tuple[int, int]:
     return (height, width) if _orientation(image) in (5, 6, 7, 8) else (width, height)
 
 
-def _in_rgb(image: "Image.Image") -> "Image.Image":
+def in_rgb(image: "Image.Image") -> "Image.Image":
+    """The image in mode RGB, white where it is transparent."""
     if image.mode.startswith("I") or image.mode == "F":
         # Pillow cuts off larger values; 16 bits become 8.
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")

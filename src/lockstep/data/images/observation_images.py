@@ -13,12 +13,13 @@ from typing import Any
 from lockstep.base.errors import PicklableError
 from lockstep.base.folders import make_folder, write_atomically
 from lockstep.base.text import count_noun
+from lockstep.config.data import DatasetConfig
 from lockstep.config.vision import ImageDataConfig
 from lockstep.data.dataset_rows import BadRow
-from lockstep.data.images.image_content import UnusableImage, place_images
+from lockstep.data.images.image_content import MediaColumn, RowVideo, UnusableImage, place_media
 from lockstep.data.images.image_loader import ImageLoader, LoadedImage
 from lockstep.data.images.image_processor import ImageProcessor, ImageRefused
-from lockstep.data.images.image_source import ImageFinder, RowImage
+from lockstep.data.images.image_source import ImageFinder, RowImage, StillImage
 from lockstep.data.images.image_store import OBSERVED, ImageStore
 from lockstep.data.samples import Completion
 
@@ -61,12 +62,15 @@ def with_image_files(messages: Sequence[Message], images: Sequence[Any], base: P
             parts than images.
     """
     try:
-        placed, values = place_images(list(messages), list(images), _LIST if images else None)
+        columns = [MediaColumn("image", _LIST if images else None, list(images)), MediaColumn("video")]
+        placed, values = place_media(list(messages), columns)
         assert isinstance(placed, list)
         finder = ImageFinder(ImageDataConfig(max_pixels_in_file=max_pixels), str(base))
         files = []
         for number, value in enumerate(values):
-            image = finder.find(value, number)
+            if isinstance(value, RowVideo):
+                raise UnusableObservation("it has a video: answer with its frames, as images")
+            image = finder.find(value, f"image {number}")
             _ = image.size  # from the beginning of the file, before anything else is decoded
             files.append(image.as_file())
             if sum(map(len, files)) > MAX_OBSERVATION_BYTES:
@@ -123,9 +127,9 @@ class ObservationImages:
         most: the most images of a conversation.
     """
 
-    def __init__(self, processor: ImageProcessor, store: ImageStore, cfg: ImageDataConfig, most: int) -> None:
+    def __init__(self, processor: ImageProcessor, store: ImageStore, cfg: DatasetConfig, most: int) -> None:
         self.processor, self.most, self._run_store = processor, most, store
-        self._max_pixels = cfg.max_pixels_in_file
+        self._max_pixels = cfg.images.max_pixels_in_file
         self._store = ObservationStore(store.folder, writes=False)
         self._loader = ImageLoader(processor, self._store, cfg, "", _SALT)
         self._used: dict[str, int] = {}
@@ -190,7 +194,7 @@ class ObservationImages:
             among = [count for count in (1, 2) if self.processor.digest(_SALT + content, count) == digest]
             if not among:
                 raise ObservationImageLost(request, str(path), "is another image, or prepared with other settings")
-            image = RowImage(str(path), content, self._max_pixels)
+            image = StillImage(str(path), content, self._max_pixels)
             self._store.write(self.processor.prepare(image.pixels(content), digest, among[0]))
         return len(lacking)
 
@@ -217,12 +221,12 @@ class ObservationImages:
 
     def _files(self, parts: Sequence[Message]) -> list[RowImage]:
         """The images of parts. Paths and addresses are not read here: only the environment's process does that."""
-        found = []
+        found: list[RowImage] = []
         for number, part in enumerate(parts):
             content = part.get("bytes")
             if not isinstance(content, bytes):
                 raise UnusableObservation(f"image {number} has no content, but {type(content).__name__}")
-            found.append(RowImage(f"{number} of the observation", content, self._max_pixels))
+            found.append(StillImage(f"{number} of the observation", content, self._max_pixels))
         return found
 
 

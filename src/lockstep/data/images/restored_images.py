@@ -45,5 +45,5 @@ def restore_images(samples: Sequence[Any], source: SampleSource[Any], store: Ima
         for number, image in enumerate(sample.images):
             now = again.images[number].digest if number < len(again.images) else ""
             if now != image.digest:
-                raise ImageChanged(sample.uid, image.source, image.digest, now)
+                raise ImageChanged(sample.uid, image.origin or image.source, image.digest, now)
     return len(lacking) - len(lost), lost

@@ -303,7 +303,7 @@ def turn_tokenizer(
         if options.images is None or options.image_store is None:
             problem = f"rollout.environment.max_images is {most}, and {config.model.path} reads no images"
             raise RunRefused(f"{problem}: set it to 0, or use a vision-language model")
-        images = ObservationImages(options.images, options.image_store, config.data.sources[0].images, most)
+        images = ObservationImages(options.images, options.image_store, config.data.sources[0], most)
     turns = TurnTokenizer(tokenizer, config.data.sources[0], options.tools, images)
     for prompt in first:
         _check_tools_reach_model(turns, prompt, options.tools)

@@ -300,7 +300,7 @@ def test_unusable_images_are_skipped_and_counted(qwen: Opener, caplog: pytest.Lo
         ({"prompt": [{"role": "user", "content": parts("image", "a")}], "images": []}, "there is no image for it"),
         ({"prompt": [{"role": "user", "content": parts("image", "a")}], "images": ["a.png"] * 2}, "2 images for 1"),
         ({"prompt": [{"role": "system", "content": "a"}], "images": ["a.png"]}, "no message of a user"),
-        ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "v"}]}], "images": []}, "type 'video'"),
+        ({"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "v"}]}], "images": []}, "type 'audio'"),
         ({"prompt": "<|image_pad|>a", "images": ["a.png"]}, r"2 times, and there are 1 images"),
     ],
 )

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lockstep.config.vision import ImageDataConfig
 from lockstep.data.images.image_content import UnusableImage, row_values
-from lockstep.data.images.image_source import ImageFinder, RowImage
+from lockstep.data.images.image_source import ImageFinder, RowImage, StillImage
 
 RED = (200, 30, 10)
 
@@ -34,7 +34,7 @@ def finder(tmp_path: Path, **options: Any) -> ImageFinder:
 
 
 def row_image(content: bytes, max_pixels: int = 10_000) -> RowImage:
-    return RowImage("image 0", content, max_pixels)
+    return StillImage("image 0", content, max_pixels)
 
 
 def test_every_form_gives_the_same_pixels(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_every_form_gives_the_same_pixels(tmp_path: Path) -> None:
         "data:image/png;base64," + base64.b64encode(content).decode(),
     ]  # fmt: skip
     for form in forms:
-        found = finder(tmp_path).find(form, 0)
+        found = finder(tmp_path).find(form, "image 0")
         assert found.size == (6, 4)
         np.testing.assert_array_equal(np.asarray(found.pixels()), np.asarray(image))
         found.check()
@@ -61,9 +61,9 @@ def test_the_first_folder_that_has_the_file_counts(tmp_path: Path) -> None:
     (tmp_path / "two" / "second.png").write_bytes(encoded(picture((5, 2))))
     for folder in (f"{tmp_path}/one:{tmp_path}/two", [str(tmp_path / "one"), str(tmp_path / "two")]):
         files = finder(tmp_path, folder=folder)
-        assert files.find("both.png", 0).size == (3, 2)
-        assert files.find("second.png", 0).size == (5, 2)
-        assert files.find(str(tmp_path / "two" / "both.png"), 0).size == (5, 2)
+        assert files.find("both.png", "image 0").size == (3, 2)
+        assert files.find("second.png", "image 0").size == (5, 2)
+        assert files.find(str(tmp_path / "two" / "both.png"), "image 0").size == (5, 2)
 
 
 @pytest.mark.parametrize("path", ["../data.png", "../../etc/passwd", "/etc/passwd", "sub/../../data.png", "~/x.png"])
@@ -72,9 +72,9 @@ def test_paths_out_of_the_folders_are_refused(tmp_path: Path, path: str) -> None
     (tmp_path / "data.png").write_bytes(encoded(picture()))
     files = finder(tmp_path, folder=str(tmp_path / "images"))
     with pytest.raises(UnusableImage, match=r"outside of the folders of images|does not exist"):
-        assert files.find(path, 0).size
+        assert files.find(path, "image 0").size
     if path.startswith(".."):
-        assert "data.png" not in path or finder(tmp_path / "images").find(path, 0).size == (6, 4)
+        assert "data.png" not in path or finder(tmp_path / "images").find(path, "image 0").size == (6, 4)
 
 
 def test_links_within_the_folders_are_followed(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_links_within_the_folders_are_followed(tmp_path: Path) -> None:
     (tmp_path / "disk" / "a.png").write_bytes(encoded(picture()))
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "linked").symlink_to(tmp_path / "disk")
-    assert finder(tmp_path, folder=str(tmp_path / "images")).find("linked/a.png", 0).size == (6, 4)
+    assert finder(tmp_path, folder=str(tmp_path / "images")).find("linked/a.png", "image 0").size == (6, 4)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -103,7 +103,7 @@ def test_images_are_upright(orientation: int, kind: str) -> None:
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK", "YCbCr"])
 def test_modes_become_rgb(mode: str) -> None:
     image = picture(mode=mode)
-    found = RowImage("image 0", image, 100).pixels()
+    found = StillImage("image 0", image, 100).pixels()
     assert found.mode == "RGB"
     np.testing.assert_array_equal(np.asarray(found), np.asarray(image.convert("RGB")))
 
@@ -183,18 +183,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("gone.png", "does not exist"), ("folder", "is not a file"), ("pipe", "is not a file"), ("a\0b", "is no path"),
     ):  # fmt: skip
         with pytest.raises(UnusableImage, match=problem):
-            assert files.find(name, 0).size
+            assert files.find(name, "image 0").size
     with pytest.raises(UnusableImage, match="is on the web") as caught:
-        files.find("https://example.org/a.png", 0)
+        files.find("https://example.org/a.png", "image 0")
     assert "downloads no images" in caught.value.remedy
     with pytest.raises(UnusableImage, match="not in base64"):
-        files.find("data:image/png;base64,???", 0)
-    with pytest.raises(UnusableImage, match="expected data:image"):
-        files.find("data:image/png,abc", 0)
+        files.find("data:image/png;base64,???", "image 0")
+    with pytest.raises(UnusableImage, match="expected data:"):
+        files.find("data:image/png,abc", "image 0")
     with pytest.raises(UnusableImage, match="image 'image 3' is int, expected a path"):
-        files.find(7, 3)
+        files.find(7, "image 3")
     with pytest.raises(UnusableImage, match="has neither bytes nor path, but height"):
-        files.find({"height": 3}, 0)
+        files.find({"height": 3}, "image 0")
 
 
 def test_damaged_metadata_does_no_harm() -> None:
