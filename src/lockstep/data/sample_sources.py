@@ -1,7 +1,6 @@
 """Prompts, documents and pairs in the order of a run."""
 
 import logging
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample", Prompt, Document, Pair, LabelledCompletion)
 
-_IN_THE_DATA = re.compile(r"(image|video) \d+(, frame \d+)?$")
-"""The name of an image that has no path."""
 HOLD_OUT_KEY = 0x686F6C64
 """Makes the choice of held-out rows independent of the order of an epoch."""
 
@@ -217,9 +214,8 @@ class DatasetSource(SampleSource[Sample]):
             return None
 
     def record_images(self) -> None:
-        if self._images is None or not self.has_images:
-            return
-        self._images.record(self._rows, self._kept, self._image_values)
+        if self._images is not None and self.has_images:
+            self._images.record(self._rows, self._kept, self._image_values)
 
     def prefetch(self, rows: Sequence[int]) -> None:
         if self._images is None:
@@ -261,18 +257,9 @@ class DatasetSource(SampleSource[Sample]):
             return []
         assert self._images is not None
         try:
-            loaded = self._images.load(sample.images, row)
-        except UnusableImage as bad:
+            return self._images.place(sample.images, row, places)
+        except BadRow as bad:
             raise self._rows.data_error(row, bad) from bad
-        found = []
-        for number, (image, own) in enumerate(zip(loaded, places, strict=True)):
-            if own.size != image.expansion.features:
-                problem = f"image {number} has {image.expansion.features} features, but {own.size} tokens for them"
-                raise self._rows.data_error(row, BadRow(None, problem, "Check the model's tokenizer."))
-            source = f"{image.source} of row {row}" if _IN_THE_DATA.match(image.source) else image.source
-            resized = image.expansion.resized
-            found.append(PlacedImage(image.digest, own, source, image.size, resized, image.origin))
-        return found
 
     def _measured(self, text: str, sample: DatasetSample) -> str:
         """The rendered text with as many tokens as the sample will have."""
@@ -359,7 +346,6 @@ class PromptSource(DatasetSource[Prompt]):
 
 CHECKED_ROWS = 64
 """Number of rows that are tokenized with their masks first, to find a template that does not mark assistant turns."""
-
 TOKEN_SLACK = 16
 """The tokens of plain text are counted approximately at first, because a document has an end-of-sequence token, and
 more tokens where prompt and answer are tokenized apart. Lengths this close to the limit are counted exactly."""
@@ -399,9 +385,8 @@ class DocumentSource(DatasetSource[Document]):
     def _check_rows(self, cfg: DatasetConfig, unusable: Collection[int]) -> None:
         if self._format.name == "text" and cfg.chat:
             raise ValueError("data.chat is true, but documents of format text have no turns: remove data.chat")
-        for row in range(min(len(self._rows), CHECKED_ROWS)):
-            if row not in unusable:
-                self._tokens(row)
+        for row in sorted({*range(min(len(self._rows), CHECKED_ROWS))} - {*unusable}):
+            self._tokens(row)
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         texts, chat = [], []

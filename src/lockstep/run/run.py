@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,6 @@ from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Document, LabelledCompletion, Pair, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
-from lockstep.ledger.step_samples import image_digests
 from lockstep.report.step_callbacks import StepCallbacks
 from lockstep.rewards.scorer_pool import ScorerPool
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -100,8 +100,9 @@ class Run:
         self.reporter, self.interrupt = reporter, interrupt
         self.callbacks = callbacks or StepCallbacks()
         self.trained = roles.trained
+        delete_images = partial(roles.data.delete_observations, ledger, config.rollout.max_staleness)
         self.checkpoints = CheckpointManager(
-            config.checkpoint, folder / "checkpoints", ledger, roles.trained, roles.trained.parts, self._delete_images
+            config.checkpoint, folder / "checkpoints", ledger, roles.trained, roles.trained.parts, delete_images
         )
         self.trainer_recovery = TrainerRecovery(roles.trained, context, self.checkpoints, ledger, roles.weights)
         self._start = self._version = start
@@ -289,12 +290,6 @@ class Run:
         self._samples = self.reporter.choose_samples(step, groups.rollouts)
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
         self._row |= self.samples.counts([group.prompt for group in groups.rollouts.groups])
-
-    def _delete_images(self) -> None:
-        """Deletes the images of environments' answers that no stored step needs."""
-        if (images := self.roles.data.observations) is not None:
-            done = self.ledger.last_committed_step() + 1
-            images.delete_unused(done, image_digests(self.ledger), self.config.rollout.max_staleness)
 
     @property
     def longest_pair(self) -> int:

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.base.text import count_noun
+from lockstep.base.text import IMAGE_MARKER, IMAGE_PARTS, count_noun
 from lockstep.data.dataset_rows import BadRow
 
-MARKER, VIDEO_MARKER = "<image>", "<video>"
+MARKER, VIDEO_MARKER = IMAGE_MARKER, "<video>"
 """Stand for an image and for a video in a text, as in the data of LLaVA, VLM-R1, verl, EasyR1 and ms-swift."""
 _PART_KINDS = {
-    "image": ("image", "image_url", "input_image"),
+    "image": IMAGE_PARTS,
     "video": ("video", "video_url", "input_video"),
 }
 _DATA_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
@@ -173,20 +173,6 @@ def split_at_markers(text: str, marker: str = MARKER) -> list[dict[str, Any]]:
         if piece:
             parts.append({"type": "text", "text": piece})
     return parts
-
-
-def content_text(content: Any) -> str | None:
-    """Returns the content of a message as text, with a marker for each image; None if it has parts of other kinds, or
-    is neither text nor parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        return None
-    parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
-    images = _PART_KINDS["image"]
-    if any(part.get("type") not in ("text", *images) for part in parts):
-        return None
-    return "".join(MARKER if part["type"] in images else str(part.get("text") or "") for part in parts)
 
 
 def _parts_of(messages: Sequence[_Message]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Prepares the images of samples, in threads and ahead of time, and puts them into the run's store."""
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,9 +21,12 @@ from lockstep.data.images.image_source import ImageFinder, RowImage
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.images.video_source import FoundVideo, VideoFinder
 from lockstep.data.row_lengths import MEASURED_ROWS
+from lockstep.data.samples import PlacedImage
 
 logger = logging.getLogger(__name__)
 
+_IN_THE_DATA = re.compile(r"(image|video) \d+(, frame \d+)?$")
+"""The name of an image that has no path."""
 _STALL_S = 120.0
 """Reading and preparing one image takes a fraction of a second; a file on a network may take longer."""
 ImageReader = Callable[[int], Sequence[Any]]
@@ -215,6 +219,23 @@ class ImageLoader:
             or all(self._store.is_kept(image.digest, image.source) for image in loaded)
         )
         return loaded if is_whole else self._load(images)
+
+    def place(self, images: Sequence[RowImage], row: int, places: Sequence[np.ndarray]) -> list[PlacedImage]:
+        """Loads the images of a row, whose features have these places in its tokens.
+
+        Raises:
+            UnusableImage: an image cannot be decoded.
+            BadRow: an image has more or fewer places than features.
+        """
+        found = []
+        for number, (image, own) in enumerate(zip(self.load(images, row), places, strict=True)):
+            if own.size != image.expansion.features:
+                problem = f"image {number} has {image.expansion.features} features, but {own.size} tokens for them"
+                raise BadRow(None, problem, "Check the model's tokenizer.")
+            source = f"{image.source} of row {row}" if _IN_THE_DATA.match(image.source) else image.source
+            resized = image.expansion.resized
+            found.append(PlacedImage(image.digest, own, source, image.size, resized, image.origin))
+        return found
 
     def is_ahead(self, key: object) -> bool:
         """Whether `prefetch` was called for a row that is not loaded yet."""

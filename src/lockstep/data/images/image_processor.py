@@ -246,13 +246,11 @@ class ImageProcessor:
         return self._differs_among_others and among > 1
 
     def _compute_expansion(self, size: tuple[int, int], different: bool) -> ImageExpansion:
-        width, height = size
         with self._lock:
             self._sizes.image_processor.resized = None
-            inputs, features = self._inputs(self._sizes, self._blank(width, height), different)
+            inputs, features = self._inputs(self._sizes, self._blank(*size), different)
             resized = self._sizes.image_processor.resized or size
-        replacement: str = inputs["text_replacement_offsets"][0][0]["replacement"]
-        return ImageExpansion(replacement, features, resized)
+        return ImageExpansion(inputs["text_replacement_offsets"][0][0]["replacement"], features, resized)
 
     def _inputs(self, processor: Any, image: Any, different: bool) -> tuple[dict[str, Any], int]:
         """Returns what the processor makes of an image, and the number of the image's features."""
@@ -392,7 +390,8 @@ def _make_processor(model_type: str, source: dict[str, Any], image_processor: An
     if not kinds:
         raise ValueError(f"transformers has no processor for {model_type}")
     kind = _without_video(kinds[0])
-    return kind.from_args_and_dict([image_processor, tokenizer], settings, **_video_argument(kinds[0]))
+    video = {"video_processor": None} if "video_processor" in kinds[0].get_attributes() else {}
+    return kind.from_args_and_dict([image_processor, tokenizer], settings, **video)
 
 
 def _without_video(kind: Any) -> Any:
@@ -401,10 +400,6 @@ def _without_video(kind: Any) -> Any:
     if getattr(module, "num2words", module) is None:
         module.num2words = str  # type: ignore[attr-defined]  # only texts about videos need it
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: list(own))})
-
-
-def _video_argument(kind: Any) -> dict[str, Any]:
-    return {"video_processor": None} if "video_processor" in kind.get_attributes() else {}
 
 
 def _copy_of(processor: Any, image_processor: Any) -> Any:

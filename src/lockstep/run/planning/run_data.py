@@ -24,6 +24,8 @@ from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Completion, Prompt
 from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.data.turn_tokenizer import TurnTokenizer
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.step_samples import image_digests
 from lockstep.models.errors import naming_fields_of
 from lockstep.models.hf_checkpoint import resolve_folder
 from lockstep.models.model_facts import ModelFacts
@@ -132,6 +134,15 @@ class RunData:
         """Prepares the images of environments' answers, where they are lost. Raises ObservationImageLost."""
         if self.observations is not None:
             self.observations.restore(completions)
+
+    def delete_observations(self, ledger: Ledger, ahead: int) -> None:
+        """Deletes the images of environments' answers that no stored step needs.
+
+        Args:
+            ahead: how many steps before its own the conversations of a step may begin.
+        """
+        if self.observations is not None:
+            self.observations.delete_unused(ledger.last_committed_step() + 1, image_digests(ledger), ahead)
 
     @property
     def observations(self) -> ObservationImages | None:
