@@ -2,6 +2,7 @@
 for all families of vision-language models."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from lockstep.config.model import ModelConfig
+from lockstep.data.images.image_errors import AdjacentImages
 from lockstep.data.images.image_processor import load_image_processor
 from lockstep.data.row_layout import RowLayout
 from lockstep.data.samples import PlacedImage
@@ -18,6 +20,7 @@ from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import SafetensorsCheckpoint, fill_policy, named_weights
 from lockstep.models.model_loader import load_policy, load_tokenizer
 from lockstep.models.packing_probe import probe_packing
+from lockstep.models.vision.image_positions import has_three_axes
 from lockstep.models.vision.image_probe import probe_image
 from lockstep.models.vision.row_images import ImageFeatures, image_features, row_images
 from lockstep.models.vision.tiny_families import VISION_FAMILIES
@@ -257,6 +260,16 @@ def test_the_layers_are_those_of_the_language_model(samples: VisionSamples) -> N
     inside = {id(parameter) for parameter in policy.tower.parameters()}
     assert len(policy.layers) == SIZES["layers"]
     assert not inside & {id(parameter) for layer in policy.layers for parameter in layer.parameters()}
+
+
+def test_images_must_be_separated_where_positions_have_three_axes(samples: VisionSamples) -> None:
+    placeholder, sizes = samples.images.placeholder, [(28, 20), (14, 30)]
+    assert len(samples.images.expand_text(f"{placeholder}b{placeholder}", sizes).spans) == 2
+    refused = (
+        pytest.raises(AdjacentImages, match="images 0 and 1") if has_three_axes(samples.reference) else nullcontext()
+    )
+    with refused:
+        samples.images.expand_text(placeholder * 2, sizes)
 
 
 def test_an_export_is_the_same_model_for_transformers(samples: VisionSamples, tmp_path) -> None:

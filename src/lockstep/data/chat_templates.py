@@ -17,12 +17,8 @@ from lockstep.data.dataset_format import Content, DatasetSample, Message
 from lockstep.data.dataset_rows import BadRow
 from lockstep.data.images.content_forms import ContentForms
 from lockstep.data.images.image_content import MARKER, split_at_markers
-from lockstep.data.images.image_processor import (
-    ExpandedText,
-    ImageProcessor,
-    PlaceholderMismatch,
-    encode_with_offsets,
-)
+from lockstep.data.images.image_errors import AdjacentImages, PlaceholderMismatch
+from lockstep.data.images.image_processor import ExpandedText, ImageProcessor, encode_with_offsets
 from lockstep.data.template_limits import MAX_TEXT_CHARS, TemplateLimitReached, render_chat, render_within_limits
 
 if TYPE_CHECKING:
@@ -113,7 +109,8 @@ class TemplateRenderer:
         """Expands the placeholders of the sample's images in its rendered text.
 
         Raises:
-            BadRow: the text has more or fewer placeholders than the sample has images.
+            BadRow: the text has more or fewer placeholders than the sample has images, or the model needs text between
+                images.
         """
         assert self._images is not None
         try:
@@ -121,6 +118,8 @@ class TemplateRenderer:
         except PlaceholderMismatch as error:
             remedy = "Check the chat template, and that no text contains the placeholder."
             raise BadRow(None, str(error), remedy) from error
+        except AdjacentImages as error:
+            raise BadRow(None, str(error), "Write text between them, or use the chat template (data.chat).") from error
 
     def encode_prompt(self, text: str, sample: DatasetSample, chat: bool) -> tuple[np.ndarray, list[np.ndarray]]:
         """Tokenizes the rendered prompt of a sample: the tokens, int32 `[tokens]`, and the places of each image's

@@ -12,8 +12,8 @@ import numpy as np
 from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_format import Message
 from lockstep.data.images.content_forms import ContentForms
+from lockstep.data.images.image_errors import PlaceholderMismatch
 from lockstep.data.images.image_loader import LoadedImage
-from lockstep.data.images.image_processor import PlaceholderMismatch
 from lockstep.data.images.observation_images import ObservationImages, UnusableObservation, is_image_part
 from lockstep.data.samples import PlacedImage, Prompt
 from lockstep.data.template_limits import TemplateLimitReached, render_chat

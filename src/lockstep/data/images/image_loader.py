@@ -15,7 +15,8 @@ from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_rows import BadRow, DatasetRows
 from lockstep.data.images.image_content import RowVideo, UnusableImage, UnusableVideo
-from lockstep.data.images.image_processor import ImageExpansion, ImageProcessor, ImageRefused
+from lockstep.data.images.image_errors import ImageRefused
+from lockstep.data.images.image_processor import ImageExpansion, ImageProcessor
 from lockstep.data.images.image_record import list_changes
 from lockstep.data.images.image_source import ImageFinder, RowImage
 from lockstep.data.images.image_store import ImageStore

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.base.errors import PicklableError
 from lockstep.config.model import ModelConfig
 from lockstep.config.vision import VisionConfig
+from lockstep.data.images.image_errors import AdjacentImages, ImageProcessorError, ImageRefused, PlaceholderMismatch
 from lockstep.data.images.image_store import PreparedImage
 from lockstep.data.samples import PlacedImage
 
@@ -35,22 +36,6 @@ _NOT_SETTINGS = frozenset({"chat_template", "tokenizer", "processor_class", "tra
 _DIGEST_VERSION = 1
 """Changes with what `prepare` does to an image before the processor gets it."""
 _KEPT_SIZES = 65536
-
-
-class ImageProcessorError(PicklableError, ValueError):
-    """A model's image processor cannot be used."""
-
-    def __init__(self, model: str, problem: str, remedy: str) -> None:
-        super().__init__(f"the image processor of {model} {problem}. {remedy}")
-        self.model, self.problem, self.remedy = model, problem, remedy
-
-
-class ImageRefused(PicklableError, ValueError):
-    """The processor refuses an image, such as one that is 200 times as wide as high."""
-
-
-class PlaceholderMismatch(PicklableError, ValueError):
-    """A text has more or fewer placeholders than there are images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +73,25 @@ class ImageProcessor:
         processor: transformers' processor with image processor and tokenizer.
         feature_token: id of the token whose embeddings the features replace, as in the model's config.
         model: name of the model for error messages.
+        separated: whether the images of a prompt must have text between them, because the model takes adjacent
+            placeholders for one image. That is so if its positions have three axes.
 
     Attributes:
         tokenizer: the model's tokenizer.
         placeholder: what the chat template writes for an image.
+        image_processor: that of transformers.
         name: of the class of the processor.
     """
 
-    def __init__(self, processor: Any, feature_token: int, model: str) -> None:
+    def __init__(self, processor: Any, feature_token: int, model: str, separated: bool = False) -> None:
         from lockstep.data.images.size_processor import blank_image, without_pixels
 
         self._blank = blank_image
         self.tokenizer: Tokenizer = processor.tokenizer
         self.placeholder: str = processor.image_token
         self.name = type(processor).__name__
-        self._own, self._feature_token, self._model = processor, feature_token, model
+        self.image_processor = processor.image_processor
+        self._own, self._feature_token, self.model, self._separated = processor, feature_token, model, separated
         # Images are prepared in threads, while the tokenizer is used elsewhere: it fails if it is used twice at once.
         self._processor = _copy_of(processor, processor.image_processor)
         self._processor.tokenizer = _LockedTokenizer(copy.deepcopy(processor.tokenizer))
@@ -116,7 +105,7 @@ class ImageProcessor:
     @property
     def size(self) -> dict[str, int]:
         """The setting `size` of transformers' image processor, whose meaning depends on the model."""
-        return {name: value for name, value in dict(self._own.image_processor.size).items() if value is not None}
+        return {name: value for name, value in dict(self.image_processor.size).items() if value is not None}
 
     @cached_property
     def reads_several(self) -> bool:
@@ -124,6 +113,10 @@ class ImageProcessor:
         with suppress(ImageRefused), self._lock:
             return self._inputs(self._sizes, self._blank(64, 64), True)[1] > 0
         return False
+
+    def with_image_processor(self, image_processor: Any) -> "ImageProcessor":
+        """Returns the same with another image processor of transformers."""
+        return ImageProcessor(_copy_of(self._own, image_processor), self._feature_token, self.model, self._separated)
 
     def digest(self, content: bytes, among: int = 1) -> str:
         """Returns the digest of a prepared image: of the bytes of its file, and of the settings of its preparation.
@@ -162,7 +155,7 @@ class ImageProcessor:
         if features != expansion.features:
             made = f"makes {features} features of an image of {image.width} x {image.height} pixels"
             remedy = "This is an error of Lockstep: please report it with the version of transformers."
-            raise ImageProcessorError(self._model, f"{made}, but {expansion.features} of its size", remedy)
+            raise ImageProcessorError(self.model, f"{made}, but {expansion.features} of its size", remedy)
         arrays = {name: np.asarray(values) for name, values in inputs.items() if name not in _TEXT_INPUTS}
         if different:
             # It was prepared twice, as two images of one prompt.
@@ -188,6 +181,7 @@ class ImageProcessor:
         Raises:
             ImageRefused: the processor refuses an image of this size.
             PlaceholderMismatch: the text has another number of placeholders.
+            AdjacentImages: the model needs text between images.
         """
         found = text.count(self.placeholder)
         if found != len(sizes):
@@ -200,8 +194,18 @@ class ImageProcessor:
             return ExpandedText(text, [], [])
         (expanded,), (offsets,) = self._own.get_text_with_replacements([text], replacements)
         spans = [tuple(each["new_span"]) for each in offsets]
+        if self._separated:
+            self._check_separated(spans)
         shifts = [(each["span"][1], each["new_span"][1]) for each in offsets]
         return ExpandedText(expanded, spans, shifts)
+
+    def _check_separated(self, spans: Sequence[tuple[int, int]]) -> None:
+        for number, (before, after) in enumerate(pairwise(spans)):
+            if before[1] == after[0]:
+                raise AdjacentImages(
+                    f"images {number} and {number + 1} of a prompt have no text between them, and the positions of "
+                    f"{self.model} would be those of one image"
+                )
 
     def expand(
         self, text: str, images: Sequence[PreparedImage], special_tokens: bool = False
@@ -215,7 +219,7 @@ class ImageProcessor:
             The tokens, int32 `[tokens]`, and the images with the places of their features.
 
         Raises:
-            ImageRefused, PlaceholderMismatch: as `expand_text`.
+            ImageRefused, PlaceholderMismatch, AdjacentImages: as `expand_text`.
         """
         tokens, places = self.encode(self.expand_text(text, [image.size for image in images]), special_tokens)
         placed = [
@@ -325,56 +329,38 @@ def load_image_processor(
     if not isinstance(feature_token, int):
         remedy = "Its config.json needs image_token_id."
         raise ImageProcessorError(cfg.path, "marks no token as the place of a feature", remedy)
-    return with_pixel_limits(ImageProcessor(processor, feature_token, cfg.path), cfg.vision)
+    found = ImageProcessor(processor, feature_token, cfg.path, _has_three_axes(config.get_text_config()))
+    return _with_pixel_limits(found, cfg.vision)
 
 
-def with_pixel_limits(processor: ImageProcessor, vision: VisionConfig) -> ImageProcessor:
+def _with_pixel_limits(processor: ImageProcessor, vision: VisionConfig) -> ImageProcessor:
     """Returns a processor that resizes images to at least `min_pixels` and at most `max_pixels`.
-
-    Processors differ in how they are given these: as areas, as the longest edge, or not at all. What they make of a
-    setting is found out with sizes.
 
     Raises:
         ImageProcessorError: the processor resizes all images to sizes of its own.
     """
+    from lockstep.data.images.size_processor import candidate_sizes, keeps_limits
+
     least, most = vision.min_pixels, vision.max_pixels
     if least is None and most is None:
         return processor
-    before = processor._own
-    for size in _candidate_sizes(before.image_processor.size, least, most):
-        changed = type(before.image_processor)(**{**before.image_processor.to_dict(), "size": size})
-        candidate = ImageProcessor(_copy_of(before, changed), processor._feature_token, processor._model)
-        if _keeps_limits(candidate, least, most):
+    before = processor.image_processor
+    for size in candidate_sizes(before.size, least, most):
+        candidate = processor.with_image_processor(type(before)(**{**before.to_dict(), "size": size}))
+        if keeps_limits(candidate.expansion, least, most):
             return candidate
     name = " and ".join(field for field, value in (("min_pixels", least), ("max_pixels", most)) if value is not None)
     raise ImageProcessorError(
-        processor._model,
-        f"resizes images to sizes of its own ({dict(before.image_processor.size)}), so that {name} cannot be set",
+        processor.model,
+        f"resizes images to sizes of its own ({dict(before.size)}), so that {name} cannot be set",
         f"Remove model.vision.{name.replace(' and ', ' and model.vision.')}.",
     )
 
 
-def _candidate_sizes(size: Any, least: int | None, most: int | None) -> list[dict[str, int]]:
-    """The sizes to try: two areas (Qwen), or the longest edge (Idefics3)."""
-    now = {name: value for name, value in dict(size).items() if value is not None}
-    if set(now) == {"shortest_edge", "longest_edge"}:
-        low = least if least is not None else min(now["shortest_edge"], most or now["shortest_edge"])
-        return [{"shortest_edge": low, "longest_edge": most if most is not None else max(now["longest_edge"], low)}]
-    if set(now) == {"longest_edge"} and most is not None:
-        return [{"longest_edge": max(1, int(most**0.5))}]
-    return []
-
-
-def _keeps_limits(processor: ImageProcessor, least: int | None, most: int | None) -> bool:
-    """Whether images that are about square are resized within the limits; to the smallest grid at least."""
-    for width, height in ((64, 64), (400, 300), (2000, 2000)):
-        new_width, new_height = processor.expansion((width, height)).resized
-        smallest = processor.expansion((1, 1)).resized
-        if most is not None and new_width * new_height > max(most, smallest[0] * smallest[1]):
-            return False
-        if least is not None and new_width * new_height < least:
-            return False
-    return True
+def _has_three_axes(text_config: Any) -> bool:
+    """Whether a language model's config has rotary positions for time, height and width (M-RoPE)."""
+    known = ("rope_parameters", "ignore_keys_at_rope_validation")
+    return any("mrope_section" in (getattr(text_config, name, None) or ()) for name in known)
 
 
 def _make_processor(model_type: str, source: dict[str, Any], image_processor: Any, tokenizer: "Tokenizer") -> Any:

@@ -17,8 +17,9 @@ from lockstep.config.data import DatasetConfig
 from lockstep.config.vision import ImageDataConfig
 from lockstep.data.dataset_rows import BadRow
 from lockstep.data.images.image_content import MediaColumn, RowVideo, UnusableImage, place_media
+from lockstep.data.images.image_errors import ImageRefused
 from lockstep.data.images.image_loader import ImageLoader, LoadedImage
-from lockstep.data.images.image_processor import ImageProcessor, ImageRefused
+from lockstep.data.images.image_processor import ImageProcessor
 from lockstep.data.images.image_source import ImageFinder, RowImage, StillImage
 from lockstep.data.images.image_store import OBSERVED, ImageStore
 from lockstep.data.samples import Completion

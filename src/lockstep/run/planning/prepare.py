@@ -259,11 +259,12 @@ def _text_alone_notes(config: RunConfig, models: Mapping[str, ModelFacts], data:
         if data.has_images or facts.vision is None or not facts.changing - {"language"}:
             continue
         if "language" not in facts.changing:
-            name, value = "model.vision.language.train", vision.language.train
-            if value:
-                name, value = "model.adapter.target_modules", getattr(role.model.adapter, "target_modules", None)
+            field: str = "model.vision.language.train"
+            value: object = vision.language.train
+            if vision.language.train and role.model.adapter is not None:
+                field, value = "model.adapter.target_modules", role.model.adapter.target_modules
             problem = "the data has no images, and only what computes images would be trained"
-            raise ModelError(role.field(name), value, problem, "train the language model, or take data with images")
+            raise ModelError(role.field(field), value, problem, "train the language model, or take data with images")
         unused = " ".join(f"{role.field(f'model.vision.{part}.train')}=false" for part in ("tower", "projector"))
         notes.append(
             f"the data has no images: tower and projector of {role.model.path} are never called and stay as they are; "

@@ -9,12 +9,8 @@ from transformers import AutoConfig, AutoTokenizer
 from vision_folders import SMALL, load, picture, transformers_processor, vision_folder
 
 from lockstep.config.model import ModelConfig
-from lockstep.data.images.image_processor import (
-    ImageProcessorError,
-    ImageRefused,
-    PlaceholderMismatch,
-    load_image_processor,
-)
+from lockstep.data.images.image_errors import ImageProcessorError, ImageRefused, PlaceholderMismatch
+from lockstep.data.images.image_processor import load_image_processor
 from lockstep.models.tiny_model import make_tiny
 from lockstep.models.vision.tiny_families import VISION_FAMILIES
 from lockstep.models.vision.tiny_vision import make_tiny_vision

@@ -309,6 +309,25 @@ def test_other_numbers_of_images_are_named(qwen: Opener, row: dict[str, Any], pr
         qwen.open("prompts", [{**row, "answer": "x"}])
 
 
+@pytest.mark.parametrize("kind", ["prompts", "documents", "pairs", "labelled"])
+def test_images_with_no_text_between_them(home: Path, tmp_path: Path, kind: Any) -> None:
+    """Their positions would be those of one image, if positions have three axes. Chat templates write text around each
+    image."""
+    row = {"images": ["a.png", "b.png"], "prompt": "what?"}
+    row |= {"prompts": {"answer": "x"}, "documents": {"completion": "x"}, "pairs": {"chosen": "x", "rejected": "y"},
+            "labelled": {"completion": "x", "label": True}}[kind]  # fmt: skip
+    rows = [{**row, "prompt": "<image>or<image>?"}, row]
+    for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        opener = Opener(vision_folder(home, family), tmp_path)
+        assert len(opener.open(kind, rows[:1])) == 1
+        with pytest.raises(DataError, match=r"line 2: images 0 and 1 of a prompt have no text .*\. Write text between"):
+            opener.open(kind, rows)
+    assert len(Opener(vision_folder(home, "gemma3"), tmp_path).open(kind, rows)) == 2
+    in_messages = [{**row, "prompt": [{"role": "user", "content": parts("image", "image", "what?")}]}]
+    if kind == "prompts":
+        assert len(opener.open(kind, in_messages)) == 1
+
+
 def test_placeholders_in_rows_without_images_are_text(qwen: Opener) -> None:
     rows = [{"prompt": [{"role": "user", "content": "what is <|image_pad|> and a?"}], "answer": "x"}]
     (prompt,) = qwen.open("prompts", rows).take(0, 1)

@@ -12,7 +12,8 @@ from video_files import animation, png_frames
 from vision_folders import png, vision_folder
 
 from lockstep.data.dataset_rows import DataError
-from lockstep.data.images.image_processor import ImageProcessor, ImageRefused
+from lockstep.data.images.image_errors import ImageRefused
+from lockstep.data.images.image_processor import ImageProcessor
 from lockstep.data.images.restored_images import ImageChanged, restore_images
 from lockstep.data.samples import PlacedImage
 from lockstep.models.vision.tiny_families import VISION_FAMILIES
