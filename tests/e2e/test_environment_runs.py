@@ -234,5 +234,5 @@ class Pictures:
         if self.row % 2:
             return Observation("b", reward=float(len(action) % 2), done=self.turn == 2)
         pixels = random.Random(self.row + self.turn).randbytes(3 * 32 * 32)
-        return Observation("a<image>b", images=[Image.frombytes("RGB", (32, 32), pixels)], reward=float("a" in action))
+        return Observation("a<image>b", images=[Image.frombytes("RGB", (32, 32), pixels)], reward=2.0 + ("a" in action))
 '''
