@@ -16,9 +16,10 @@ from lockstep.data.images.image_store import ImageStore
 from lockstep.data.samples import PlacedImage
 from lockstep.models.errors import ModelError
 from lockstep.models.vision.model_parts import parameter_parts
+from lockstep.models.vision.row_images import row_images
 from lockstep.rollout.engine_protocol import Request
 from lockstep.rollout.errors import BadRequest
-from tests.contract.vision_samples import VisionSamples, picture
+from tests.contract.vision_samples import VisionPrompt, VisionSamples, picture
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reference_model import publish
@@ -130,6 +131,27 @@ def mixed(samples):
     wide, tall = picture(28, 20, 0), picture(14, 30, 1)
     groups = ("what?", [wide]), ("ab", [tall, wide]), ("abc", []), ("de", [wide])
     return [request for text, images in groups for request in samples.ask(text, images)]
+
+
+def test_a_later_turn_may_bring_another_image(start, samples):
+    """As an environment answers: the prompt of the next turn has the images so far, and an image after them."""
+    engine = start(samples)
+    first = samples.ask("what?", [picture(28, 20, 0)], count=2)
+    run(engine, first)
+    asked, letters = samples.prompts["what?"], samples.tokenizer.convert_tokens_to_ids(list("abcd"))
+    shown = picture(14, 30, 1)
+    prepared = samples.images.prepare(shown, samples.images.digest(shown.tobytes()))
+    samples.store.write(prepared)
+    reply, placed = samples.images.expand(f"c{samples.images.placeholder}d?", [prepared])
+    tokens = [*asked.tokens, *letters, *reply.tolist()]
+    placed = [*asked.placed, *(image.moved(len(tokens) - len(reply)) for image in placed)]
+    both = [*asked.prepared, prepared]
+    samples.prompts["later"] = VisionPrompt(tokens, placed, both, row_images(both, placed, "cpu").inputs)
+    array = np.array(tokens, np.int32)
+    second = [Request(f"later/{k}", "later", array, seed=k, max_tokens=16, images=tuple(placed)) for k in range(3)]
+    before = engine.progress().prefix_cache_hits
+    assert samples.error(second, run(engine, second)) < CLOSE
+    assert engine.progress().prefix_cache_hits > before
 
 
 FAMILIES = ("idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")

@@ -64,6 +64,24 @@ def test_the_calculator(tmp_path: Path) -> None:
     assert all(each.episode.messages[0]["content"].endswith("]") for each in talked)
 
 
+def test_the_environment_with_pictures(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    subprocess.run([sys.executable, ROOT / "examples" / "grid_moves.py", runs / "grid-data"], check=True, timeout=60)
+    make_tiny_vision(runs / "grid-model", family="qwen3_vl", alphabet="udlraetinv?", max_length=256, seed=11)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    values = example("grid_moves.yaml", tmp_path, steps=1, model={"path": str(runs / "grid-model")})
+    values |= {"prompts_per_step": 4, "group_size": 4}
+    values["rollout"]["environment"] |= {"path": f"{tmp_path}/examples/grid_moves.py:GridMoves"}
+    values["rollout"]["engine"], values["evaluation"]["prompts"] = {"threads": 1}, 4
+    run = train(tmp_path, values)
+    with Ledger.reader(run) as ledger:
+        completions = [each for group in ledger.rollouts(0).groups for each in group.completions]
+        (row,) = [row.values for row in ledger.metrics_rows()]
+    assert "environment/arrived" in row and math.isfinite(row["policy/loss"])
+    assert all(1 <= len(each.images) <= 6 for each in completions)
+    assert all(not each.mask[image.places].any() for each in completions for image in each.images)
+
+
 SCENE_MODEL = {"family": "qwen3_vl", "alphabet": "0123456789,?abcdefghijklmnopqrstuvwxyz", "max_length": 64}
 
 

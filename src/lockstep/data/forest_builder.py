@@ -268,7 +268,10 @@ def forest_from_pairs(pairs: Sequence[Pair], learn_prompts: bool = False) -> For
     """
     trees = []
     for number, pair in enumerate(pairs):
-        sides = [(pair.chosen, pair.chosen_mask, 2 * number), (pair.rejected, pair.rejected_mask, 2 * number + 1)]
+        sides = [
+            (pair.chosen, pair.chosen_mask, 2 * number, pair.chosen_images),
+            (pair.rejected, pair.rejected_mask, 2 * number + 1, pair.rejected_images),
+        ]
         if learn_prompts:
             learned = np.arange(pair.prompt.size) > 0
             for image in pair.images:
@@ -278,10 +281,10 @@ def forest_from_pairs(pairs: Sequence[Pair], learn_prompts: bool = False) -> For
         else:
             root = Segment(pair.prompt, images=pair.images)
         trees.append([root])
-        for tokens, mask, sequence in sides:
+        for tokens, mask, sequence, images in sides:
             fields = {"in_prompt": np.zeros(tokens.size, np.float32)} if learn_prompts else {}
             own = np.ones(tokens.size, np.bool_) if mask is None else mask
-            trees[-1].append(Segment(tokens, 0, own, fields, sequence))
+            trees[-1].append(Segment(tokens, 0, own, fields, sequence, images))
     return Forest.of(trees, [pair.uid for pair in pairs])
 
 

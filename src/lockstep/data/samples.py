@@ -190,6 +190,9 @@ class Pair:
     rejected_mask: np.ndarray | None = None
     images: list[PlacedImage] = field(default_factory=list)
     """In the order of their places in `prompt`."""
+    chosen_images: list[PlacedImage] = field(default_factory=list)
+    """The images of an environment's answers, with places in `chosen`."""
+    rejected_images: list[PlacedImage] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ def best_and_worst(rollouts: Rollouts) -> list[Pair | None]:
     the same reward, the first one.
 
     A completion in which the model wrote nothing is in no pair. A group gives None if all its rewards are the same, or
-    if both completions have the same tokens, from which nothing would be learned.
+    if both completions have the same tokens and images, from which nothing would be learned.
     """
     return [_pair_of(group) for group in rollouts.groups]
 
@@ -25,12 +25,14 @@ def _pair_of(group: Group) -> Pair | None:
         return None
     best, worst = (int(numbers[choose(rewards[numbers])]) for choose in (np.argmax, np.argmin))
     chosen, rejected = group.completions[best], group.completions[worst]
-    if rewards[best] == rewards[worst] or np.array_equal(chosen.tokens, rejected.tokens):
+    shown = [[image.digest for image in completion.images] for completion in (chosen, rejected)]
+    if rewards[best] == rewards[worst] or (np.array_equal(chosen.tokens, rejected.tokens) and shown[0] == shown[1]):
         return None
     margin = float(rewards[best]) - float(rewards[worst])
     prompt = group.prompt
     tokens = prompt.tokens, chosen.tokens, rejected.tokens
-    return Pair(prompt.uid, prompt.row, *tokens, margin, chosen.mask, rejected.mask)
+    images = prompt.images, chosen.images, rejected.images
+    return Pair(prompt.uid, prompt.row, *tokens, margin, chosen.mask, rejected.mask, *images)
 
 
 def best_completions(

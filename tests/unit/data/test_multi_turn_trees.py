@@ -11,7 +11,7 @@ from turn_samples import TURNS, conversation, conversations
 from lockstep.config.algorithm import PPOClip
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.mini_batches import pack
-from lockstep.data.samples import Group, Prompt, Rollouts
+from lockstep.data.samples import Completion, Group, PlacedImage, Prompt, Rollouts
 
 MODES = ("forest", "block", "single")
 
@@ -89,6 +89,36 @@ def test_a_mask_that_does_not_fit_is_refused() -> None:
     completion.mask = completion.mask[:-1]
     rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9], np.int32), ""), [completion])])
     with pytest.raises(ValueError, match=r"r7.*mask"):
+        forest_from_rollouts(rollouts)
+
+
+def pictured(request: str, digest: str, last: int = 1) -> Completion:
+    made = conversation(request, [(0, 1), (1, 1)], last, np.random.default_rng(0))
+    made.images = [PlacedImage(digest, np.array([1, 2], np.int32)), PlacedImage("b" * 8, np.array([6], np.int32))]
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_images_of_an_answer_are_at_its_places_in_every_row(mode) -> None:
+    prompt = Prompt("0:0", 0, np.array([9, 9, 9], np.int32), "", images=[PlacedImage("c" * 8, np.array([1], np.int32))])
+    completions = [pictured("0", "a" * 8), pictured("1", "a" * 8, last=3), pictured("2", "d" * 8)]
+    rollouts = Rollouts(0, 0, [Group(prompt, completions)])
+    batch = pack(forest_from_rollouts(rollouts), 1, 500, mode).everything()
+    rows = batch.by_rank[0]
+    shown = sorted(image.digest[0] for row in rows for image in row.images)
+    # The third completion begins with the same tokens as the others, and another picture.
+    assert shown == sorted("cabdb" if mode == "forest" else "cabcabcdb")
+    for row in rows:
+        for image in row.images:
+            expected = {"a": [2, 3], "d": [2, 3], "b": [3], "c": [9]}[image.digest[0]]
+            assert row.tokens[image.places].tolist() == expected
+
+
+def test_images_among_the_models_own_tokens_are_refused() -> None:
+    completion = pictured("r7", "a" * 8)
+    completion.images[1].places += 1
+    rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9], np.int32), ""), [completion])])
+    with pytest.raises(ValueError, match=r"r7.* places 7 to 7, which are not all among the tokens of an environment"):
         forest_from_rollouts(rollouts)
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
 
-from lockstep.data.samples import Episode
+from lockstep.data.samples import Episode, Group, PlacedImage, Prompt, Rollouts
 from lockstep.ledger import (
     CompletionSample,
     ConfigChanged,
@@ -33,6 +33,7 @@ from lockstep.ledger import (
 )
 from lockstep.ledger.errors import LedgerReadOnly
 from lockstep.ledger.sqlite_index import LedgerIndex
+from lockstep.ledger.step_samples import choose_samples, image_digests
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -184,6 +185,23 @@ def test_conversations_are_kept_with_mask_and_messages(ledger):
     plain = make_completion("r1")
     ledger.keep(0, [one, plain])
     assert_same(ledger.kept_completions(0), [one, plain])
+
+
+def test_images_of_answers_are_kept_with_partial_results_and_steps(ledger, folder):
+    one, plain = make_completion("r0", 6), make_completion("r1")
+    one.mask = np.array([True, False, False, False, False, True])
+    one.images = [
+        PlacedImage("ab12" * 8, np.array([1, 3], np.int32), "/run/a.observed", (30, 20), (28, 28)),
+        PlacedImage("cd34" * 8, np.array([4], np.int32)),
+    ]
+    ledger.keep(0, [one, plain])
+    assert_same(ledger.kept_completions(0), [one, plain])
+    rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([1], np.int32), "a"), [one, plain])])
+    ledger.record_rollouts(0, rollouts)
+    assert_same(ledger.rollouts(0).groups, rollouts.groups)
+    assert image_digests(ledger) == {"ab12" * 8, "cd34" * 8}
+    (sample,) = choose_samples(rollouts.groups, 1)
+    assert [image["digest"] for image in sample.images] == ["ab12" * 8, "cd34" * 8]
 
 
 def test_partial_records_of_earlier_versions_without_conversations_are_read(ledger, folder):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.forest_builder import forest_from_pairs, forest_from_rollouts
 from lockstep.data.mini_batches import pack
-from lockstep.data.samples import Completion, Group, Pair, Prompt, Rollouts
+from lockstep.data.samples import Completion, Group, Pair, PlacedImage, Prompt, Rollouts
 from lockstep.recipes.chosen_completions import (
     best_and_worst,
     best_completions,
@@ -147,3 +147,19 @@ def test_statistics() -> None:
         "chosen/count": 2.0, "chosen/reward_mean": 0.75, "chosen/length_mean": 2.0,
     }  # fmt: skip
     assert choice_statistics(made, ~chosen & chosen) == {"chosen/count": 0.0}
+
+
+def test_a_pair_keeps_the_images_of_its_prompt_and_of_the_answers() -> None:
+    one = group([1.0, 0.0, 0.5], [[True, False, True]] * 3)
+    one.prompt.images = [PlacedImage("a" * 8, np.array([0], np.int32))]
+    for completed, digest in zip(one.completions, "bcd", strict=True):
+        completed.images = [PlacedImage(digest * 8, np.array([1], np.int32))]
+    (pair,) = best_and_worst(rollouts(one))
+    (row,) = pack(forest_from_pairs([pair]), 1, 100).everything().by_rank[0]
+    assert [(image.digest[0], image.places.tolist()) for image in row.images] == [("a", [0]), ("b", [3]), ("c", [6])]
+    assert row.tokens.tolist() == [100, 101, 10, 11, 12, 20, 21, 22]
+    # Two completions with the same tokens differ by what the model saw.
+    one.completions[1].tokens = one.completions[0].tokens
+    assert best_and_worst(rollouts(one))[0] is not None
+    one.completions[1].images = one.completions[0].images
+    assert best_and_worst(rollouts(one)) == [None]
