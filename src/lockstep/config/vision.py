@@ -1,5 +1,6 @@
 """Images: how the model gets them, which of its parts learn from them, and where the data has them."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,6 +12,20 @@ BoxCoordinates = Annotated[str, Field(pattern=r"^(original|resized|0-[1-9]\d{0,5
 InternVL's boxes so); pixels of the image as the model gets it (`resized`; VLM-R1's convention for Qwen2.5-VL, whose
 boxes it scales back to the original size); or equal parts of width and height: thousandths (`0-1000`: Qwen2-VL,
 Qwen3-VL, InternVL's own convention), 1024 of them (`0-1024`: PaliGemma), or the whole (`0-1`: fractions)."""
+
+
+VLLM_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "idefics3": (),
+    "smolvlm": ("torchvision", "num2words"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_onevision"), ("torchvision",)),
+}
+"""The packages, besides those that vLLM requires, which it imports to serve images, by the `model_type` of a model: its
+modules import transformers' processors of videos, which need torchvision."""
+
+
+def packages_for_vllm(family: str) -> tuple[str, ...]:
+    """The packages that vLLM imports to serve images with models of a family; those of most, if it is not known."""
+    return VLLM_PACKAGES.get(family, ("torchvision",))
 
 
 class VisionPartConfig(Section):

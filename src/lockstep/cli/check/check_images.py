@@ -9,6 +9,7 @@ import PIL.Image
 from transformers import AutoConfig
 
 from lockstep.config.run_config import RunConfig
+from lockstep.config.vision import packages_for_vllm
 from lockstep.data.images.image_processor import ImageProcessor
 from lockstep.data.images.image_usage import ImageUsage
 from lockstep.doctor.check.rules.image_rules import ImageDemand, judge_images
@@ -44,7 +45,7 @@ def image_findings(config: RunConfig, model: ModelFacts, found: DryRun | None) -
         disk_free=_free_bytes(Path(config.folder)),
         shm_free=host_resources(config.cluster).shared_memory if config.cluster.kind == "local" else None,
         shm_other=plan.shared_memory + plan.memory_copy,
-        torchvision=find_spec("torchvision") is not None,
+        missing=tuple(name for name in packages_for_vllm(family) if find_spec(name) is None),
     )
     return list(judge_images(config, demand, os.environ))
 

@@ -158,7 +158,7 @@ class VllmEngine:
         context = usable_context(model, lm.config)
         expected = None if images is None else image_settings(model, most_images, tokenizer)
         arguments = engine_arguments(model, engine, device, context, sleeps, lm.config, expected)
-        core = start_core(model.path, arguments, is_vision_config(lm.config))
+        core = start_core(model.path, arguments, lm.config.model_type if is_vision_config(lm.config) else "")
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         eos = eos_tokens(tokenizer, _generation_config(model, lm.config))
         try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))

@@ -18,6 +18,7 @@ from lockstep.base.text import first_line
 from lockstep.cluster.node_versions import SUPPORTED_VERSIONS, version_numbers
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import VllmEngineConfig as EngineConfig
+from lockstep.config.vision import packages_for_vllm
 from lockstep.data.images.image_processor import load_image_processor
 from lockstep.models.errors import ModelError
 from lockstep.models.hf_checkpoint import resolve_folder
@@ -36,10 +37,6 @@ is wrong for the query's shape in this attention."""
 _LOAD_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, AttributeError)
 """Errors that vLLM and its dependencies raise for a bad model or argument, in addition to vLLM's own. An AttributeError
 is that of a kernel that is missing from vLLM's build."""
-TORCHVISION_REMEDY = (
-    "install the torchvision that belongs to the installed torch (pip install torchvision, from torch's index), or set "
-    "rollout.engine.kind=builtin"
-)
 _BUILTIN_REMEDY = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
 
 
@@ -162,11 +159,11 @@ def vllm_slowdown(dtype: torch.dtype, device: str) -> str:
     return ""
 
 
-def start_core(path: str, arguments: dict[str, Any], vision: bool = False) -> Any:
+def start_core(path: str, arguments: dict[str, Any], family: str = "") -> Any:
     """Starts vLLM's engine core in this process and loads the model. Tensor-parallel workers are child processes.
 
     Args:
-        vision: whether the model has an encoder for images.
+        family: `model_type` of a model that has an encoder for images.
 
     Raises:
         ModelError: vLLM does not support the model or the arguments, or fails to load it.
@@ -179,7 +176,7 @@ def start_core(path: str, arguments: dict[str, Any], vision: bool = False) -> An
         executor_class = executors.get_class(config)
     except (*_LOAD_ERRORS, vllm_error()) as error:
         problem = f"vLLM on host {host} does not support it ({_error_text(error)})"
-        raise ModelError("model.path", path, problem, _start_remedy(vision)) from error
+        raise ModelError("model.path", path, problem, _start_remedy(family)) from error
     if getattr(config, "max_concurrent_batches", 1) > 1:
         raise ModelError(
             "rollout.engine.extra",
@@ -191,15 +188,20 @@ def start_core(path: str, arguments: dict[str, Any], vision: bool = False) -> An
         return client.InprocClient(config, executor_class, log_stats=True)
     except (*_LOAD_ERRORS, AssertionError, vllm_error()) as error:
         problem = f"vLLM on host {host} cannot load it ({_error_text(error)})"
-        raise ModelError("model.path", path, problem, _start_remedy(vision)) from error
+        raise ModelError("model.path", path, problem, _start_remedy(family)) from error
 
 
-def _start_remedy(vision: bool) -> str:
-    """What to do if vLLM does not start. It says nothing of a missing torchvision, which it imports for the processors
-    of most models with images."""
-    if vision and find_spec("torchvision") is None:
-        return f"torchvision is missing there: {TORCHVISION_REMEDY}"
-    return _BUILTIN_REMEDY
+def _start_remedy(family: str) -> str:
+    """What to do if vLLM does not start. It says nothing of a missing package that it imports for the processors of a
+    model with images."""
+    missing = [name for name in packages_for_vllm(family) if find_spec(name) is None] if family else []
+    if not missing:
+        return _BUILTIN_REMEDY
+    names, verb = " and ".join(missing), "is" if len(missing) == 1 else "are"
+    return (
+        f"{names} {verb} missing there: pip install {' '.join(missing)} (torchvision from the index of the installed "
+        "torch, to which it belongs), or set rollout.engine.kind=builtin"
+    )
 
 
 def try_core(path: str, core: Any, request: Any) -> None:

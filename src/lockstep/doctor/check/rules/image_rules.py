@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from lockstep.base.text import count_noun
 from lockstep.config.run_config import RunConfig
+from lockstep.config.vision import VLLM_PACKAGES
 from lockstep.doctor.check.rules.limit_rules import MIB, SHM_FIX, format_size
 from lockstep.doctor.output.findings import Finding
 
@@ -14,9 +15,6 @@ QUEUE_CHUNKS = 10
 QUEUE_CHUNK_VARIABLE = "VLLM_MQ_MAX_CHUNK_BYTES_MB"
 _QUEUE_CHUNK_MIB = 16
 QUEUE_SOURCE = "https://github.com/vllm-project/vllm/blob/main/vllm/distributed/device_communicators/shm_broadcast.py"
-WITHOUT_TORCHVISION = frozenset({"idefics3"})
-"""The families that vLLM serves with images without torchvision. Its modules of all others that Lockstep knows import
-the processors of videos, which need it; SmolVLM's processor cannot be made without."""
 DOCKER_SHM = 64 * MIB
 """The size of /dev/shm in a container that is started without `--shm-size`."""
 
@@ -49,8 +47,8 @@ class ImageDemand:
     shm_free: int | None = None
     shm_other: int = 0
     """Bytes of /dev/shm that the run needs for other things: published weights, checkpoints in memory."""
-    torchvision: bool = True
-    """Whether torchvision is installed on this host."""
+    missing: tuple[str, ...] = ()
+    """Packages that are not installed on this host, of those that vLLM imports to serve images with this family."""
 
     @property
     def prepared(self) -> int:
@@ -74,7 +72,7 @@ def judge_images(config: RunConfig, demand: ImageDemand, environ: Mapping[str, s
     )  # fmt: skip
     yield _judge_disk(demand)
     if config.needs_engines and config.rollout.engine.kind == "vllm":
-        yield from _judge_torchvision(config, demand)
+        yield from _judge_packages(config, demand)
         yield from _judge_batch(config, demand)
         yield _judge_shm(config, demand, environ)
 
@@ -95,16 +93,17 @@ def _judge_disk(demand: ImageDemand) -> Finding:
     )  # fmt: skip
 
 
-def _judge_torchvision(config: RunConfig, demand: ImageDemand) -> Iterator[Finding]:
-    if demand.torchvision or demand.family in WITHOUT_TORCHVISION:
+def _judge_packages(config: RunConfig, demand: ImageDemand) -> Iterator[Finding]:
+    if not demand.missing:
         return
-    local = config.cluster.kind == "local"
+    local, verb = config.cluster.kind == "local", "is" if len(demand.missing) == 1 else "are"
+    where = "here" if local else f"on this host; the hosts of engines need {' and '.join(demand.missing)}"
     yield Finding(
-        "images-torchvision", "error" if local else "warning", "",
-        f"torchvision is not installed {'here' if local else 'on this host; the hosts of engines need it'}",
-        f"vLLM imports it for {demand.family}, and cannot start with images without it",
-        "install the torchvision that belongs to the installed torch (pip install torchvision, from torch's index), or "
-        "set rollout.engine.kind=builtin",
+        "images-packages", "error" if local and demand.family in VLLM_PACKAGES else "warning", "",
+        f"{' and '.join(demand.missing)} {verb} not installed {where}",
+        f"vLLM imports it for images with {demand.family}, and does not start without it",
+        f"pip install {' '.join(demand.missing)} (torchvision from the index of the installed torch, to which it "
+        "belongs), or set rollout.engine.kind=builtin",
     )  # fmt: skip
 
 
