@@ -35,7 +35,8 @@ def test_samples_have_what_the_dataset_says(tmp_path: Path, family: str) -> None
     folder = vision_folder(tmp_path, family)
     for name, size in (("a.png", (30, 50)), ("b.png", (64, 40))):
         (tmp_path / name).write_bytes(png(size))
-    rows = [{"prompt": "what?", "images": names} for names in (["a.png"], ["a.png", "b.png"], [])]
+    prompts = {"<image>what?": ["a.png"], "<image>what<image>?": ["a.png", "b.png"], "what?": []}
+    rows = [{"prompt": prompt, "images": names} for prompt, names in prompts.items()]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = SourceOptions(images=load(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from vision_folders import load, picture, png, vision_folder
 
 from lockstep.config.data import DatasetConfig
-from lockstep.config.vision import ImageDataConfig
+from lockstep.config.data import DatasetConfig
 from lockstep.data.images import observation_images
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.images.observation_images import (
@@ -99,7 +99,8 @@ def folder(tmp_path_factory) -> Path:
 
 def observations(folder: Path, tmp_path: Path, most: int = 8) -> ObservationImages:
     store = ImageStore(tmp_path / "images")
-    return ObservationImages(load(folder), store, ImageDataConfig(max_pixels_in_file=PIXELS), most)
+    cfg = DatasetConfig.model_validate({"path": "data.jsonl", "images": {"max_pixels_in_file": PIXELS}})
+    return ObservationImages(load(folder), store, cfg, most)
 
 
 def messages_with(*contents: object) -> list[dict]:

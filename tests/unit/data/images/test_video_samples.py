@@ -148,7 +148,7 @@ def test_unusable_videos_are_skipped_and_counted(qwen: Opener, caplog: pytest.Lo
     rows = [{"prompt": "<video>a", "answer": "x", "videos": [name]} for name in names]
     source = qwen.open("prompts", rows, images={"on_error": "skip"})
     assert source.dropped == 3 and [prompt.row for prompt in source.take(0, 2)] == [0, 3]
-    assert "3 of 5 rows have unusable images and are left out; the first: " in caplog.text
+    assert "left out 3 rows with unusable images, of 5; the first, line 2: " in caplog.text
     cut = qwen.open("prompts", [rows[2]])
     with pytest.raises(DataError, match=r"line 1: video '.*cut.png' is truncated or damaged"):
         cut.take(0, 1)
@@ -172,7 +172,7 @@ def test_a_replay_uses_the_same_pixels_or_says_that_they_changed(qwen: Opener) -
     assert [image.origin for image in again] == [image.origin for image in prompt.images]
     for image in prompt.images[1:3]:
         qwen.store.path(image.digest).unlink()
-    assert restore_images([prompt], source, qwen.store) == 1
+    assert restore_images([prompt], source, qwen.store) == (1, set())
     assert restore_images([prompt], source, qwen.store) == 0
     qwen.store.path(prompt.images[2].digest).unlink()
     (qwen.tmp_path / "a.gif").write_bytes(animation(5, milliseconds=500))
