@@ -1,5 +1,5 @@
-"""The long suites: every test marked `slow`, some of a file per process, two processes at a time. `script/test --full` calls it;
-those that need Ray or vLLM are `script/test --ray --vllm`.
+"""The long suites: every test marked `slow`, some of a file per process, two processes at a time. `script/test --full`
+calls it; those that need Ray or vLLM are `script/test --ray --vllm`.
 
     tests/full.py                       everything that `full-results.json` has not passed with these sources already
     tests/full.py --again               everything
