@@ -33,7 +33,7 @@ from lockstep.config.recipes import SFTConfig
 from lockstep.data.forest import Forest, Segment
 from lockstep.data.mini_batches import pack
 from lockstep.train.distributed import ParallelContext
-from lockstep.train.fsdp.fsdp_trainer import FSDP2Trainer
+from lockstep.train.trainer_kinds import trainer_kind
 
 MICRO = {"fixed": 128, "tail": 128, "p512": 8, "sft": 1}
 """Rows of a padded micro-batch: the fastest size."""
@@ -67,14 +67,15 @@ def _forest(made: list[list[Segment]]) -> Forest:
 
 
 class LockstepStep:
-    """Packing and one optimizer step."""
+    """Packing and one optimizer step of a trainer, by default the FSDP2 trainer; `trainer` are its settings."""
 
     def __init__(self, work: Work, model: Path, **trainer: Any) -> None:
         settings = {"recipe": "sft", "name": "bench", "steps": 1000, "data": {"path": "none"}}
         config = SFTConfig.model_validate({**settings, "model": {"path": str(model)}, "trainer": trainer})
         self._loss = CrossEntropy() if work.kind == "sft" else PPOClip()
         role = config.policy.model_copy(update={"objective": self._loss})
-        self._trainer, self._forest = FSDP2Trainer(role, ParallelContext()), _forest(trees(work))
+        self._trainer: Any = trainer_kind(role).create(role, ParallelContext(), 1, None)
+        self._forest = _forest(trees(work))
         self._budget = config.token_budget
 
     def __call__(self) -> None:

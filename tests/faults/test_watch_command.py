@@ -87,7 +87,12 @@ def test_the_exit_code_is_the_commands(tmp_path: Path, command: str, code: int) 
 
 
 @pytest.mark.parametrize(
-    ("fault", "how"), [("exits", "exit code 0"), ("raises", "exit code 1"), ("killed", "killed by SIGKILL")]
+    ("fault", "how"),
+    [
+        pytest.param("exits", "exit code 0", marks=pytest.mark.slow),
+        ("raises", "exit code 1"),
+        pytest.param("killed", "killed by SIGKILL", marks=pytest.mark.slow),
+    ],
 )
 def test_the_first_rank_to_fail_is_named_at_the_end(tmp_path: Path, fault: str, how: str) -> None:
     """Its peers fail within milliseconds, or their launcher ends them, before anybody has waited."""

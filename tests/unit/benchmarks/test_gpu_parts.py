@@ -138,11 +138,13 @@ def test_a_part_ends_with_the_command(tmp_path):
         f"sys.argv = ['gpu', '--cpu', 'trainer', '--out', {str(tmp_path)!r}]; command.main()"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": "src:."})
-    end = time.monotonic() + 60.0
-    while not (parts := [each for each in psutil.Process(process.pid).children() if each.name() != "nvidia-smi"]):
-        assert time.monotonic() < end, "it starts the part"
-        time.sleep(0.05)
-    process.terminate()
+    end = time.monotonic() + 120.0
+    try:
+        while not (parts := [each for each in psutil.Process(process.pid).children() if each.name() != "nvidia-smi"]):
+            assert time.monotonic() < end, "it starts the part"
+            time.sleep(0.05)
+    finally:
+        process.terminate()
     assert process.wait(30) == 128 + signal.SIGTERM
     assert psutil.wait_procs(parts, timeout=30)[1] == []
 

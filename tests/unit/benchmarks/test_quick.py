@@ -43,8 +43,9 @@ def test_both_sides_train_on_the_same_images(tmp_path):
     assert {line["side"] for line in lines if "work" in line} == {"lockstep", "trl", "trl default"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("work", ["sft", pytest.param("vision", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("work", ["sft", "vision"])
 def test_lockstep_alone_needs_no_trl(work, tmp_path):
     _, lines = measured(work, tmp_path, "--side", "lockstep")
     (line,) = [line for line in lines if "work" in line]
