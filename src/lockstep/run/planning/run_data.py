@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.base.text import count_noun
 from lockstep.config.model import ModelConfig
 from lockstep.config.reward import ModelReward
 from lockstep.config.run_config import EvaluationConfig, RunConfig, ValidationConfig
