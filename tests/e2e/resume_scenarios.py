@@ -81,7 +81,12 @@ def make_reference(home: Path, recipe: str) -> None:
         assert [row.step + 1 for row in ledger.checkpoints()][-2:] == list(CHECKPOINTS[-2:])
         assert [row.step + 1 for row in ledger.evaluations()] == list(range(0, STEPS + 1, EVERY))
     before, after = load_file(home / "model" / "model.safetensors"), load_file(run / "export" / "model.safetensors")
-    assert all(np.abs(after[name] - before[name]).max() > 1e-4 for name in after), "the reference learns"
+    learns = {name for name in after if np.abs(after[name] - before[name]).max() > 1e-4}
+    if recipe.startswith(PICTURES):  # a small tower has parameters that no picture needs
+        parts = ("visual.blocks", "visual.merger", "language_model")
+        assert all(any(part in name for name in learns) for part in parts), "all parts of the reference learn"
+    else:
+        assert learns == after.keys(), "the reference learns"
 
 
 class InterruptedRun:

@@ -5,19 +5,21 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import Launched, task, train, untimed_rows, weights, write
+from harness import PICTURES, Launched, picture_task, task, train, untimed_rows, weights, write
 from test_deepspeed_runs import NEEDS_DEEPSPEED, STAGES, run_values
 from test_recovery import log_of, pid_of, recoveries, reported_stalls, wait_for_restarts, why
 
 pytestmark = [*NEEDS_DEEPSPEED, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_stopped_and_killed_ranks_are_named_and_replaced(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "stage"), [*(("sft", stage) for stage in STAGES), (f"{PICTURES}sft", 2), (f"{PICTURES}sft", 3)]
+)
+def test_stopped_and_killed_ranks_are_named_and_replaced(recipe: str, stage: int, tmp_path: Path) -> None:
     """A rank is stopped, so that its peer waits in a collective of DeepSpeed's: the verdict names it, and it is
     replaced. Then another rank is killed. Neither costs more than the step in which it happened."""
-    home = task(tmp_path)
-    values = {**run_values(home, "sft", stage), "steps": 6, "watch": {"notice_s": 2.0}}
+    home = (picture_task if recipe.startswith(PICTURES) else task)(tmp_path)
+    values = {**run_values(home, recipe, stage), "steps": 6, "watch": {"notice_s": 2.0}}
     undisturbed = train(home, values | {"name": "undisturbed"})
     run = home / "runs" / "disturbed"
     hold = {"stage": "train", "seconds": 0.3, "at_end": False}

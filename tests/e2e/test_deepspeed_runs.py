@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Launched, config, metric_rows, prompts_used, task, train, weights, write
+from harness import PICTURES, Launched, config, metric_rows, picture_task, prompts_used, task, train, weights, write
 
 NEEDS_DEEPSPEED = [
     pytest.mark.deepspeed,
@@ -66,12 +66,14 @@ def test_losses_are_those_of_fsdp2(recipe: str, stage: int, losses: Callable[[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_run_resumes_with_equal_weights(stage: int, tmp_path: Path) -> None:
-    home = task(tmp_path)
+@pytest.mark.parametrize(
+    ("recipe", "stage"), [*(("grpo", stage) for stage in STAGES), (f"{PICTURES}grpo", 2), (f"{PICTURES}grpo", 3)]
+)
+def test_a_killed_run_resumes_with_equal_weights(recipe: str, stage: int, tmp_path: Path) -> None:
+    home = (picture_task if recipe.startswith(PICTURES) else task)(tmp_path)
 
     def start(name: str, hold: dict[str, Any] | None = None) -> Launched:
-        values = {**run_values(home, "grpo", stage), "name": name, "steps": 4, "checkpoint": {"every": 2}}
+        values = {**run_values(home, recipe, stage), "name": name, "steps": 4, "checkpoint": {"every": 2}}
         return Launched.start(home / "runs" / name, str(write(home, values)), hold=hold)
 
     undisturbed = start("undisturbed")

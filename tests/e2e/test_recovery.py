@@ -16,9 +16,11 @@ from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
 
 
-def begin(reference: Reference, folder: Path, hold: dict[str, Any] | None = None, **changes: Any) -> Launched:
+def begin(
+    reference: Reference, folder: Path, hold: dict[str, Any] | None = None, recipe: str = "grpo", **changes: Any
+) -> Launched:
     """Start the reference's run again."""
-    values = config(reference.home, "grpo", folder=str(folder / "runs"), **changes)
+    values = config(reference.home, recipe, folder=str(folder / "runs"), **changes)
     return Launched.start(folder / "runs" / values["name"], str(write(folder, values)), hold=hold)
 
 

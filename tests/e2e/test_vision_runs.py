@@ -1,22 +1,40 @@
-"""Runs whose data holds the images itself: nothing is written before the run's folder exists, then all are kept."""
+"""Runs with images: those in the data are written once the run's folder exists; runs that are killed and resumed end as
+undisturbed ones, and one whose image files have changed is refused or leaves them out."""
 
 import base64
+import hashlib
 import io
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import seeded_random, train, write
+from harness import (
+    Launched,
+    config,
+    metric_rows,
+    picture_task,
+    seeded_random,
+    train,
+    weights,
+    write,
+    write_picture,
+)
 from PIL import Image
 from resume_scenarios import InterruptedRun, References
-from safetensors.numpy import load_file
+from test_recovery import assert_like_reference, begin, kill_worker, recoveries
 
 from lockstep.config.loader import load_config
+from lockstep.ledger.ledger import Ledger
 from lockstep.models.vision.tiny_vision import make_tiny_vision
 from lockstep.run.planning.prepare import dry_run
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(600)]
+
+HELD = {"stage": "train", "seconds": 0.3, "at_end": False}
+BOUNDED = {"vision": {"store_gb": 1e-5}}
+"""Room for about four small pictures."""
 
 
 def picture(seed: int) -> bytes:
@@ -59,8 +77,67 @@ def test_killed_in_one_stage_after_the_other(reference: References, tmp_path: Pa
     interrupted.kill("train", 3, chance.random())
     interrupted.kill("checkpoint", 5, chance.random())
     interrupted.finish()
-    trained = {"tower": "visual.blocks", "projector": "visual.merger", "language": "language_model"}
-    folders = interrupted.reference.home / "model", interrupted.run / "export"
-    before, after = (load_file(folder / "model.safetensors") for folder in folders)
-    for part, name in trained.items():
-        assert any(name in each and (before[each] != after[each]).any() for each in before), part
+
+
+@pytest.mark.slow
+def test_an_engine_and_a_rank_are_killed(reference: References, tmp_path: Path) -> None:
+    """The engine while it generates, the rank while its peer waits for it in a collective."""
+    of = reference("pictures-grpo")
+    hold = {"stage": "rollout", "seconds": 0.3, "at_end": False}
+    launched = begin(of, tmp_path, hold, "pictures-grpo")
+    launched.wait_for("rollout", 2)
+    kill_worker(launched, "engine-0", seconds=1.0)
+    launched.wait_for("train", 4)
+    kill_worker(launched, "policy-1")
+    assert_like_reference(launched, of)
+    assert [each["worker"] for each in recoveries(launched.folder)] == ["engine-0", "policy-1"]
+
+
+def test_a_run_is_resumed_only_with_the_images_that_it_began_with(tmp_path: Path) -> None:
+    home = picture_task(tmp_path)
+    values = config(home, "pictures-sft", steps=2, batch_size=4, evaluation=None)
+    whole = train(home, values | {"name": "whole"})
+    run = home / "runs" / "killed"
+    launched = Launched.start(run, str(write(home, values | {"name": run.name})), hold=HELD)
+    launched.wait_for("train", 1)
+    launched.kill()
+    picture = home / "data" / "0-0.png"
+    before = picture.read_bytes()
+    write_picture(picture, seed=99)
+    refused = Launched.resume(run)
+    assert refused.finish() == 2
+    digests = [hashlib.sha256(each).hexdigest()[:32] for each in (before, picture.read_bytes())]
+    assert f"row 0: image '{picture}' (was {digests[0]}, is {digests[1]})" in " ".join(refused.printed().split())
+    picture.write_bytes(before)
+    resumed = Launched.resume(run)
+    assert resumed.finish() == 0, resumed.text()
+    assert weights(run) == weights(whole)
+
+
+@pytest.mark.slow
+def test_rows_of_changed_images_are_left_out_of_a_resumed_run(tmp_path: Path) -> None:
+    """One prompt's completions wait for training, without its prepared pixels; another was not submitted yet."""
+    home = picture_task(tmp_path)
+    values = config(home, "pictures-grpo", name="killed", steps=4, evaluation=None, model=BOUNDED | {
+        "path": str(home / "model")
+    })  # fmt: skip
+    run = home / "runs" / "killed"
+    launched = Launched.start(run, str(write(home, values)), hold=HELD)
+    launched.wait_for("train", 1)
+    launched.kill()
+    with Ledger.reader(run) as ledger:
+        stored = ledger.rollouts(1)
+        assert stored is not None and ledger.collected_steps() == [0, 1]
+        used = {prompt.row: prompt for step in (0, 1) for prompt in (g.prompt for g in ledger.rollouts(step).groups)}
+    changed = next(group.prompt for group in stored.groups if group.prompt.images)
+    coming = next(row for row in range(20) if row not in used and row % 5 != 4)
+    write_picture(Path(changed.images[0].source), seed=99)
+    (home / "data" / f"{coming}-0.png").unlink()
+    shutil.rmtree(run / "images" / changed.images[0].digest[:2])
+    resumed = Launched.resume(run, "data.images.on_error=skip")
+    assert resumed.finish() == 0, resumed.text()
+    with Ledger.reader(run) as ledger:
+        left_out = sum(row.values.get("data/left_out", 0.0) for row in ledger.metrics_rows())
+        later = {uid for uid, step in ledger.prompts_used().items() if step > 1}
+    assert f"0:{coming}" not in later and left_out in (1.0, 2.0), "the last may be of a step that the run has not"
+    assert "data/left_out" in metric_rows(run)[1]

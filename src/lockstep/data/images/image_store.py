@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -20,7 +21,9 @@ from safetensors.numpy import save
 
 from lockstep.base.errors import PicklableError
 from lockstep.base.folders import make_folder, write_atomically
-from lockstep.data.images.image_record import ImageRecord
+
+if TYPE_CHECKING:
+    from lockstep.data.images.image_record import ImageRecord
 
 IMAGE_FOLDER = "images"
 """Folder of a run with its prepared images."""

@@ -2,10 +2,13 @@
 
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from lockstep.data.images.image_store import ImageStore, ImageUnavailable, PreparedImage
 
@@ -84,3 +87,81 @@ def test_threads_may_put_the_same_image(tmp_path: Path) -> None:
         thread.join(20)
     assert errors == [] and store.read("ab" * 8).features == 1
     assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".safetensors"]
+
+
+def of(digest: str) -> PreparedImage:
+    return replace(prepared(), digest=digest)
+
+
+def stored(folder: Path) -> dict[str, int]:
+    """The digests in a store's folder, with the bytes of their files."""
+    found: dict[str, int] = {}
+    for path in folder.glob("??/*"):
+        found[path.stem] = found.get(path.stem, 0) + path.stat().st_size
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_folder_is_bounded_and_keeps_what_is_in_flight(tmp_path: Path, seed: int) -> None:
+    """Random steps that hold and release images, with images prepared ahead, and restarts in between: all that is held
+    is there at any time, and the rest fits the room."""
+    chance = Random(seed)
+    digests = [f"{n:02x}{n:014x}" for n in range(40)]
+    size = len(save(prepared().inputs, {"image": "x" * 60}))
+    room = chance.randrange(0, 12) * size
+    store, held, ahead = ImageStore(tmp_path, room=room), dict[int, list[str]](), list[str]()
+    for step in range(60):
+        taken = ahead + chance.sample(digests, chance.randrange(1, 6))
+        for digest in taken:
+            store.expect(digest)
+            store.write(of(digest))
+            if chance.random() < 0.2 and not store.original_path(digest).is_file():
+                store.write_original(digest, b"x" * chance.randrange(200))
+        store.hold(step, taken)
+        held[step] = taken
+        ahead = chance.sample(digests, chance.randrange(0, 3))
+        for digest in ahead:
+            store.expect(digest)
+            store.write(of(digest))
+        if chance.random() < 0.7:
+            done = list(range(step - chance.randrange(0, 3)))
+            store.release(done)
+            held = {owner: own for owner, own in held.items() if owner not in done}
+        else:
+            store.hold(step, ())
+        needed, found = set(ahead).union(*held.values()), stored(tmp_path)
+        assert needed <= found.keys()
+        assert sum(found.values()) <= max(room, sum(found[digest] for digest in needed))
+        assert all(store.read(digest).features == 4 for digest in needed)
+        if chance.random() < 0.1:  # the run is killed and resumed
+            store = ImageStore(tmp_path, room=room)
+            held, ahead = {step: taken}, []
+            store.hold(step, taken)
+
+
+def test_what_was_used_longest_ago_is_deleted_first_and_pictures_of_the_data_last(tmp_path: Path) -> None:
+    digests = [f"{n:016x}" for n in range(4)]
+    size = len(save(prepared().inputs, {"image": "x" * 60}))
+    store = ImageStore(tmp_path, room=3 * size)
+    for digest in digests[:3]:
+        store.write(of(digest))
+        store.write_original(digest, b"picture")
+    store.hold(0, digests[:1])
+    store.release([0])
+    store.write(of(digests[3]))
+    store.hold(1, digests[3:])
+    assert [digest in store for digest in digests] == [True, False, False, True]
+    assert all(store.original_path(digest).is_file() for digest in digests[:3])
+    other = ImageStore(tmp_path, room=0)
+    other.hold(0, [])
+    assert not stored(tmp_path)
+
+
+def test_files_of_others_and_of_a_killed_writer(tmp_path: Path) -> None:
+    """Files that the store has not written stay; a draft that a killed process has left goes."""
+    ImageStore(tmp_path).write(prepared())
+    folder = tmp_path / DIGEST[:2]
+    (folder / f"{DIGEST}.other").write_text("kept")
+    (folder / f".{DIGEST}.safetensors.1.ab").write_text("half")
+    ImageStore(tmp_path, room=0).hold(0, [])
+    assert [path.name for path in folder.iterdir()] == [f"{DIGEST}.other"]

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from vision_folders import load, picture, png, vision_folder
 
 from lockstep.config.data import DatasetConfig
-from lockstep.config.data import DatasetConfig
 from lockstep.data.images import observation_images
 from lockstep.data.images.image_store import ImageStore
 from lockstep.data.images.observation_images import (
