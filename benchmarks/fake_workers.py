@@ -4,6 +4,7 @@ What the controller would do for real workers it does here, except for its socke
 worker, or the relay of its node, would do happens in between and is left out of the account (`Account.beside`).
 """
 
+import itertools
 import selectors
 import socket
 import threading
@@ -30,6 +31,7 @@ from lockstep.cluster.rpc.rpc_messages import (
     CallMessage,
     ResultMessage,
     ResumeMessage,
+    call_id_base,
     pack_message,
     unpack_to_worker,
 )
@@ -40,14 +42,24 @@ from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_protocol import StepStats
 
 GENERATION = 1
+_CALL_IDS = itertools.count(call_id_base(GENERATION) + 1)
 HOST = ClusterNode(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
 
 
+def _clock_ns() -> int:
+    """What one reading of a thread's clock takes, which on some machines is microseconds."""
+    began = time.thread_time_ns()
+    for _ in range(1000):
+        time.thread_time_ns()
+    return (time.thread_time_ns() - began) // 1000
+
+
 class Account:
-    """CPU seconds of this process by part, without what was done beside."""
+    """CPU seconds of this process by part, without what was done beside, and without the readings of its clock."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
+        self._clock_ns = _clock_ns()
         self._beside: list[int] = []
         """Nanoseconds, negative where what is beside does work of ours."""
 
@@ -60,11 +72,11 @@ class Account:
 
     def beside(self, began: int) -> None:
         """Since `began` (`time.thread_time_ns`) this thread did the work of somebody else."""
-        self._beside.append(time.thread_time_ns() - began)
+        self._beside.append(time.thread_time_ns() - began + self._clock_ns)
 
     def ours(self, began: int) -> None:
         """Within that, since `began` it did ours."""
-        self._beside.append(began - time.thread_time_ns())
+        self._beside.append(began - time.thread_time_ns() + self._clock_ns)
 
 
 class FakeWorker:
@@ -72,7 +84,7 @@ class FakeWorker:
 
     def __init__(self, account: Account, spec: WorkerSpec) -> None:
         self.account, self.spec = account, spec
-        self.worker = RemoteWorker(spec, HOST, "scale", GENERATION, 900.0, 900.0, _nobody)
+        self.worker = RemoteWorker(spec, HOST, "scale", _CALL_IDS, 900.0, 900.0, _nobody)
         self.requests: list[Request] = []
         self.calls: dict[str, int] = defaultdict(int)
         self.answer: Callable[[bytearray], None] = lambda frame: None
