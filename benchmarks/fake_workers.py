@@ -4,6 +4,7 @@ What the controller would do for real workers it does here, except for its socke
 worker, or the relay of its node, would do happens in between and is left out of the account (`Account.beside`).
 """
 
+import itertools
 import selectors
 import socket
 import threading
@@ -30,24 +31,35 @@ from lockstep.cluster.rpc.rpc_messages import (
     CallMessage,
     ResultMessage,
     ResumeMessage,
+    call_id_base,
     pack_message,
     unpack_to_worker,
 )
 from lockstep.data.samples import Completion
-from lockstep.rollout.engine_protocol import EngineAPI, EngineProgress, Request
+from lockstep.rollout.engine_protocol import EngineAPI, EngineProgress, Request, request_seed
 from lockstep.rollout.engine_service import Outbox
 from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_protocol import StepStats
 
 GENERATION = 1
+_CALL_IDS = itertools.count(call_id_base(GENERATION) + 1)
 HOST = ClusterNode(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
 
 
+def _clock_ns() -> int:
+    """What one reading of a thread's clock takes, which on some machines is microseconds."""
+    began = time.thread_time_ns()
+    for _ in range(1000):
+        time.thread_time_ns()
+    return (time.thread_time_ns() - began) // 1000
+
+
 class Account:
-    """CPU seconds of this process by part, without what was done beside."""
+    """CPU seconds of this process by part, without what was done beside, and without the readings of its clock."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
+        self._clock_ns = _clock_ns()
         self._beside: list[int] = []
         """Nanoseconds, negative where what is beside does work of ours."""
 
@@ -60,11 +72,11 @@ class Account:
 
     def beside(self, began: int) -> None:
         """Since `began` (`time.thread_time_ns`) this thread did the work of somebody else."""
-        self._beside.append(time.thread_time_ns() - began)
+        self._beside.append(time.thread_time_ns() - began + self._clock_ns)
 
     def ours(self, began: int) -> None:
         """Within that, since `began` it did ours."""
-        self._beside.append(began - time.thread_time_ns())
+        self._beside.append(began - time.thread_time_ns() + self._clock_ns)
 
 
 class FakeWorker:
@@ -72,7 +84,7 @@ class FakeWorker:
 
     def __init__(self, account: Account, spec: WorkerSpec) -> None:
         self.account, self.spec = account, spec
-        self.worker = RemoteWorker(spec, HOST, "scale", GENERATION, 900.0, 900.0, _nobody)
+        self.worker = RemoteWorker(spec, HOST, "scale", _CALL_IDS, 900.0, 900.0, _nobody)
         self.requests: list[Request] = []
         self.calls: dict[str, int] = defaultdict(int)
         self.answer: Callable[[bytearray], None] = lambda frame: None
@@ -314,6 +326,51 @@ def bare_s(traffic: Traffic, rounds: int = 300) -> float:
             near.recv(len(received), socket.MSG_WAITALL)
             reads += time.thread_time_ns() - began
     return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds
+
+
+def objects_s(count: int, tokens: int, rounds: int = 3) -> float:
+    """CPU seconds of what any program with objects does for so many requests and completions: a request with its seed,
+    views of three arrays, a completion, and its place in a dict. Without groups, engines, encoding and decoding."""
+    prompt = np.arange(32, dtype=np.int32)
+    spent = []
+    for _ in range(rounds):
+        began = time.thread_time_ns()
+        requests = [
+            Request(f"0/{number}/0", "g", prompt, request_seed(0, 1, "p", number), 1.0, 1.0, 0, 0.0, tokens)
+            for number in range(count)
+        ]
+        values = np.frombuffer(bytearray(12 * tokens * count), np.int32)
+        logprobs = values.view(np.float32)
+        done = {}
+        for number, request in enumerate(requests):
+            at = 3 * tokens * number
+            arrays = (
+                values[at : at + tokens],
+                logprobs[at + tokens : at + 2 * tokens],
+                values[at + 2 * tokens :][:tokens],
+            )
+            done[request.id] = Completion(request.id, *arrays, "length", "text")
+        spent.append(time.thread_time_ns() - began)
+        assert len(done) == count
+    return min(spent) / 1e9
+
+
+def calls_s(count: int, rounds: int = 3) -> float:
+    """CPU seconds of what any program that can say which worker has not answered does for so many calls: it enters each
+    in a dict, looks up the answer's worker by the number in the answer, and takes the call out with its answer."""
+    workers = dict.fromkeys(range(count))
+    spent = []
+    for _ in range(rounds):
+        began = time.thread_time_ns()
+        open_calls: dict[int, object] = {}
+        answers: dict[int, object] = {}
+        for number in range(count):
+            open_calls[number] = None
+        for number in range(count):
+            workers.get(number)
+            answers[number] = open_calls.pop(number)
+        spent.append(time.thread_time_ns() - began)
+    return min(spent) / 1e9
 
 
 def completion_of(request: Request, tokens: int, version: int) -> Completion:

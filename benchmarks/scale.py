@@ -9,8 +9,8 @@ The real controller (buffer, engines, fleet, policy, packing, ledger, handles, m
 not there: they answer at once, completions come one by one in a random order of engines. The call relays of nodes are
 real, without sockets. CPU time is counted, of all threads of the controller, without what the workers' and the relays'
 side of this simulation takes. Sockets are counted by themselves: what frames of the mean size take over loopback,
-system calls included, times the frames of a step. `bare` is the limit that is left to any program with these messages:
-as many plain writes and reads of these sizes.
+system calls included, times the frames of a step. The `bare` rows are the limits that are left to any program of Python
+with these messages, samples and calls, measured in the same run.
 """
 
 import argparse
@@ -21,13 +21,23 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.fake_workers import Account, FakeWorker, Traffic, bare_s, completion_of, connect_all, socket_s
+from benchmarks.fake_workers import (
+    Account,
+    FakeWorker,
+    Traffic,
+    bare_s,
+    calls_s,
+    completion_of,
+    connect_all,
+    objects_s,
+    socket_s,
+)
 from lockstep.base import waits
 from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.cluster.rpc.call_relay import DELAY_S
@@ -38,7 +48,7 @@ from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import TrainerConfig
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.mini_batches import pack
-from lockstep.data.samples import Prompt, Rollouts
+from lockstep.data.samples import Completion, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.engine_slot import MAX_HOLD_S
 from lockstep.rollout.client.rollout_client import RolloutClient
@@ -50,8 +60,12 @@ from lockstep.train.trainer_api import TrainerInfo
 
 COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics", "sockets")
 """Parts that exist because there are many workers; the others are work on the samples themselves."""
-BARE = "bare"
-"""The limit of `sockets`."""
+BARE = {
+    "bare sockets": "as many plain writes and reads of the mean sizes",
+    "bare objects": "one request and one completion object for each completion",
+    "bare calls": "one entry in a dict for each call, until it is answered",
+}
+"""Limits that are left to any program of Python with these messages, samples and calls; not part of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +127,9 @@ class World:
         workers = [fake.worker for fake in self.engines]
         self.fleet = RolloutClient(workers, SamplingConfig(max_tokens=size.tokens), seed=0)
         draws = Draws(size.prompts)
+        self._kept_s = 0.0
+        keep = self.ledger.keep
+        self.ledger.keep = lambda step, completions: self._keep(keep, step, completions)  # type: ignore[method-assign]
         self.buffer = RolloutBuffer(self.fleet, self.ledger, draws, size.group, steps, 0)  # type: ignore[arg-type]
         info = TrainerInfo(
             rank=0, world=size.ranks, device="cpu", compute_dtype="float32", packing="forest", packing_reason="",
@@ -127,6 +144,7 @@ class World:
         """One step of GRPO; CPU seconds by part."""
         account, size = self.account, self.size
         account.spent.clear()
+        self._kept_s = 0.0
         with account.part("submit"):
             self.buffer.request(step)
         generating = threading.Thread(target=self._generate, args=(step,), daemon=True)
@@ -149,13 +167,20 @@ class World:
             self.policy.write_weights(step + 1)
         with account.part("load_weights"):
             self.fleet.load_weights(Here(), step + 1)
-        return dict(account.spent)
+        return dict(account.spent) | {"keep": self._kept_s}
 
     def _packed(self, rollouts: Rollouts) -> "object":
         for group in rollouts.groups:
             group.rewards = np.zeros(len(group.completions), np.float32)
         trees = forest_from_rollouts(rollouts, np.linspace(-1, 1, self.size.group)[None].repeat(self.size.prompts, 0))
         return pack(trees, self.size.ranks, 4096, "forest")
+
+    def _keep(self, keep: Callable[[int, Sequence[Completion]], None], step: int, given: Sequence[Completion]) -> None:
+        """Makes completions durable: work on the samples, which is counted by itself."""
+        began = time.thread_time_ns()
+        keep(step, given)
+        self._kept_s += (time.thread_time_ns() - began) / 1e9
+        self.account.beside(began)
 
     def _generate(self, step: int) -> None:
         """Completions come within `over_s`, in a random order of engines."""
@@ -167,7 +192,7 @@ class World:
         for number, (fake, request) in enumerate(due):
             fake.finish(completion_of(request, self.size.tokens, step))
             held.append(((time.monotonic() // MAX_HOLD_S + 1) * MAX_HOLD_S, fake))
-            while held[0][0] <= time.monotonic():
+            while held and held[0][0] <= time.monotonic():
                 held.popleft()[1].tell()
             ahead = began + self.over_s * number / len(due) - time.monotonic()
             if ahead > 0.001:
@@ -213,8 +238,10 @@ def measure(sizes: Sequence[Size], steps: int, over_s: float) -> list[Measured]:
         for step in range(steps + 1):
             for world, of in zip(worlds, spent, strict=True):
                 found, traffic = world.step(step), world.traffic()
-                sockets = {"sockets": socket_s(traffic) / (step + 1), BARE: bare_s(traffic) / (step + 1)}
-                of.append(found | sockets)
+                sockets = socket_s(traffic) / (step + 1)
+                size, calls = world.size, sum(world.calls().values()) // (step + 1)
+                bare = bare_s(traffic) / (step + 1), objects_s(size.prompts * size.group, size.tokens), calls_s(calls)
+                of.append(found | {"sockets": sockets} | dict(zip(BARE, bare, strict=True)))
         measured = []
         for world, of in zip(worlds, spent, strict=True):
             medians = {name: statistics.median(each[name] for each in of[1:]) for name in of[0]}
@@ -228,6 +255,11 @@ def coordination_s(spent: dict[str, float]) -> float:
     return sum(spent[name] for name in COORDINATION)
 
 
+def bare_total_s(spent: dict[str, float]) -> float:
+    """The limit of `coordination_s` in CPU seconds."""
+    return sum(spent[name] for name in BARE)
+
+
 def table(size: Size, spent: dict[str, float]) -> list[str]:
     """Lines of Markdown."""
     nodes = f", {size.per_node} on each node behind a relay" if size.per_node else ", each connected by itself"
@@ -238,13 +270,14 @@ def table(size: Size, spent: dict[str, float]) -> list[str]:
         "| part | CPU ms a step |",
         "| --- | --- |",
     ]
-    lines += [f"| {name} | {1e3 * value:.1f} |" for name, value in spent.items() if name != BARE]
+    lines += [f"| {name} | {1e3 * value:.1f} |" for name, value in spent.items() if name not in BARE]
     coordination = coordination_s(spent)
     return [
         *lines,
-        f"| {BARE}: the limit of sockets, not counted | {1e3 * spent[BARE]:.1f} |",
         f"| **because of many workers** ({', '.join(COORDINATION)}) | **{1e3 * coordination:.1f}** |",
-        f"| **all** | **{1e3 * (sum(spent.values()) - spent[BARE]):.1f}** |",
+        f"| **all** | **{1e3 * sum(value for name, value in spent.items() if name not in BARE):.1f}** |",
+        *(f"| {name}: {what} | {1e3 * spent[name]:.1f} |" for name, what in BARE.items()),
+        f"| **bare, all three** | **{1e3 * bare_total_s(spent):.1f}** |",
     ]
 
 
@@ -266,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(table(size, spent)))
         print(f"\nin {options.steps + 1} steps: calls {calls}, messages {asdict(traffic)}\n")
         found["relayed" if size.per_node else "direct"] = {
-            "size": asdict(size), "seconds": spent, "coordination": coordination_s(spent), "calls": calls,
+            "size": asdict(size), "seconds": spent, "coordination": coordination_s(spent),
+            "bare": bare_total_s(spent), "calls": calls,
             "messages": asdict(traffic),
         }  # fmt: skip
     if len(found) == 2:

@@ -250,7 +250,7 @@ def test_a_call_queued_behind_a_progressing_one_is_not_stalled(start: Start) -> 
 
 def test_a_wait_without_progress_is_reported(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     worker = start()
-    with caplog.at_level(logging.WARNING, logger="lockstep.cluster.rpc.futures"):
+    with caplog.at_level(logging.WARNING, logger="lockstep.cluster.rpc.call_wait"):
         worker.submit(Plain.wait_for, "judge", 2.5).result("train step 12")
     messages = [record.getMessage() for record in caplog.records]
     assert any(

@@ -20,9 +20,9 @@ from relayed_cluster import RelayedCluster, await_relay
 from lockstep.cluster import call_relays
 from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
 from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
+from lockstep.cluster.rpc.group_calls import submit_all
 from lockstep.cluster.rpc.relay_messages import RELAY_FILE
 from lockstep.cluster.rpc.relayed_connection import RelayedConnection
-from lockstep.cluster.rpc.remote_worker import submit_all
 from lockstep.config.cluster import LocalClusterConfig as Config
 from lockstep.watch.agent.service_discovery import ServiceAddress
 

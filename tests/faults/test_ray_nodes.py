@@ -28,8 +28,8 @@ from lockstep.cluster.placement.assignment import DoesNotFit
 from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.cluster.rpc.futures import gather_results
+from lockstep.cluster.rpc.group_calls import submit_all
 from lockstep.cluster.rpc.relayed_connection import RelayedConnection
-from lockstep.cluster.rpc.remote_worker import submit_all
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.cluster import RayClusterConfig as Config
 from lockstep.watch.agent.service_discovery import ServiceAddress

@@ -316,7 +316,7 @@ class AgentCluster(ABC):
 
     def _handle(self, spec: WorkerSpec, node: ClusterNode) -> RemoteWorker:
         limits = self._limits.stall_limit_s, self._limits.notice_after_s
-        worker = RemoteWorker(spec, node, self._run, self._generation, *limits, self._server.connection_changed)
+        worker = RemoteWorker(spec, node, self._run, self._server.call_ids, *limits, self._server.connection_changed)
         self._server.add(worker)
         return worker
 

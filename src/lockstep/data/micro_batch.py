@@ -1,10 +1,10 @@
 """Builds micro-batches (packed rows with their targets) from a packing plan, and encodes them to be sent to ranks."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 Bounds = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Bounds of the rows in the columns of tokens, segments and targets."""
 
-EncodedMicroBatches = tuple[list[str], bytes, bytes, list[list[dict[str, Any]]] | None]
-"""The encoded micro-batches of one rank: names of the fields; the numbers of tokens, segments and targets as int32
-`[micro-batches, 3]`; each column of all micro-batches, `_COLUMNS` as int32 and the fields as float32; the images of
-each micro-batch as JSON values, None if the data has none."""
+EncodedMicroBatches = tuple[list[str], int, np.ndarray]
+"""The encoded micro-batches of one rank: names of the fields; the number of micro-batches; uint8 `[bytes]`, which are
+the numbers of tokens, segments and targets as int32 `[micro-batches, 3]`, each column of all micro-batches (`_COLUMNS`
+as int32 and the fields as float32), and the images of each micro-batch as JSON if the data has any."""
 
 
 @dataclass(slots=True)
@@ -156,35 +156,63 @@ class MiniBatch:
         images = None if own is None else [own[row] if row >= 0 else [] for row in order.tolist()]
         return MiniBatch(columns, *bounds, ranks, each, self.targets, self.sequences, self.skipped, images)
 
-    def encode(self) -> Iterator[EncodedMicroBatches]:
-        """Encodes the micro-batches of each rank, in the order of ranks, without `index`."""
+    def encode(self) -> "EncodedRanks":
+        """Encodes the micro-batches of all ranks, without `index`."""
         columns = [*(getattr(self.columns, name) for name in _COLUMNS), *self.columns.fields.values()]
-        views = [each.data.cast("B") for each in columns]
         kinds = [*_COLUMNS.values(), *(_TARGET for _ in self.columns.fields)]
         bounds = np.stack([self.token_bounds, self.segment_bounds, self.target_bounds])
-        sizes = np.diff(bounds).T.astype(np.int32, order="C").data.cast("B")
-        names, step = list(self.columns.fields), 12 * self.microbatches
-        at = (4 * bounds[:, :: self.microbatches]).T.tolist()
-        for rank, (begin, end) in enumerate(pairwise(at)):
-            data = b"".join([view[begin[kind] : end[kind]] for view, kind in zip(views, kinds, strict=True)])
-            yield names, bytes(sizes[rank * step : (rank + 1) * step]), data, self._encoded_images(rank)
+        sizes = np.diff(bounds).T.astype(np.int32, order="C")
+        edges = [12 * self.microbatches * np.arange(self.ranks + 1), *4 * bounds[kinds, :: self.microbatches]]
+        if self.images is not None:
+            images = [json.dumps(rows).encode() for rows in self._images_of_ranks(self.images)]
+            columns.append(np.frombuffer(b"".join(images), np.uint8))
+            edges.append(cumulative_bounds(np.asarray(list(map(len, images)))))
+        views = [each.data.cast("B") for each in (sizes, *columns)]
+        return EncodedRanks((list(self.columns.fields), self.microbatches), views, np.stack(edges))
 
-    def _encoded_images(self, rank: int) -> list[list[dict[str, Any]]] | None:
-        if self.images is None:
-            return None
-        rows = self.images[rank * self.microbatches : (rank + 1) * self.microbatches]
-        return [[image.to_json() for image in row] for row in rows]
+    def _images_of_ranks(self, images: list[list[PlacedImage]]) -> Iterator[list[list[dict[str, Any]]]]:
+        for begin in range(0, len(images), self.microbatches):
+            yield [[image.to_json() for image in row] for row in images[begin : begin + self.microbatches]]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRanks(Sequence[EncodedMicroBatches]):
+    """The encoded micro-batches of all ranks: rank i has `columns[c][bounds[c, i] : bounds[c, i + 1]]` of each column
+    c."""
+
+    shared: tuple[list[str], int]
+    """The names of the fields, and the number of micro-batches."""
+    columns: list[memoryview]
+    bounds: np.ndarray
+    """int64 `[columns, ranks + 1]`, in bytes."""
+
+    def __len__(self) -> int:
+        return int(self.bounds.shape[1]) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> EncodedMicroBatches: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EncodedMicroBatches]: ...
+    def __getitem__(self, index: int | slice) -> EncodedMicroBatches | list[EncodedMicroBatches]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        edges = self.bounds[:, number : number + 2].tolist()
+        data = bytearray().join(column[slice(*each)] for column, each in zip(self.columns, edges, strict=True))
+        return *self.shared, np.frombuffer(data, np.uint8)
 
 
 def decode_micro_batches(encoded: EncodedMicroBatches) -> list[MicroBatch[np.ndarray]]:
     """Decodes the micro-batches of a rank that `MiniBatch.encode` encoded."""
-    names, raw_sizes, data, images = encoded
-    sizes = np.frombuffer(raw_sizes, np.int32).reshape(-1, 3)
+    names, count, data = encoded
+    sizes = data[: 12 * count].view(np.int32).reshape(-1, 3)
     bounds = np.zeros((len(sizes) + 1, 3), np.int64)
     np.cumsum(sizes, axis=0, out=bounds[1:])
     kinds = [*_COLUMNS.values(), *(_TARGET for _ in names)]
     ends = np.cumsum([bounds[-1, kind] for kind in kinds])
-    values = np.frombuffer(data, np.int32)
+    end_of_columns = 12 * count + 4 * int(ends[-1])
+    values = data[12 * count : end_of_columns].view(np.int32)
+    images = json.loads(data[end_of_columns:].tobytes()) if end_of_columns < data.size else None
     columns = [values[end - bounds[-1, kind] : end] for kind, end in zip(kinds, ends, strict=True)]
 
     def part(number: int, column: int) -> np.ndarray:

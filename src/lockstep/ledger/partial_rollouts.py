@@ -84,12 +84,15 @@ def read_partial(path: Path) -> list[Completion]:
     return list({completion.request: completion for completion in completions}.values())
 
 
+_ARRAYS = (("tokens", np.dtype(np.int32)), ("logprobs", np.dtype(np.float32)), ("versions", np.dtype(np.int32)))
+
+
 def _encode_frame(completion: Completion) -> bytes:
-    for name, dtype in (("tokens", np.int32), ("logprobs", np.float32), ("versions", np.int32)):
+    for name, dtype in _ARRAYS:
         array = getattr(completion, name)
         if array.dtype != dtype or array.ndim != 1:
             raise ValueError(
-                f"{name} of completion {completion.request} must be {np.dtype(dtype).name} [tokens], "
+                f"{name} of completion {completion.request} must be {dtype.name} [tokens], "
                 f"got {array.dtype} {array.shape}"
             )
     payload = msgspec.msgpack.encode(

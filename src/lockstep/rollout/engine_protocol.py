@@ -3,8 +3,9 @@ to its worker (`EngineAPI`). Also what all engines do with requests: seeds, vali
 """
 
 import hashlib
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -124,30 +125,45 @@ class RequestBatch:
     """The images of each prompt."""
     prompt_of: list[int]
     """Index of each request's prompt."""
-    unprompted: list[Request]
-    """The requests, without prompts and images."""
+    ids: list[str]
+    groups: list[str]
+    seeds: list[int]
+    settings: list[tuple[float, float, int, float, int, tuple[str, ...], bool, int, bool]]
+    """The fields of requests from `temperature` to `keep`, of all requests if they are the same, else of each."""
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "RequestBatch":
         """Packs requests. Those whose prompts and images are the same objects share them."""
-        batch, index, nothing = cls([], [], [], []), dict[tuple[int, ...], int](), np.zeros(0, np.int32)
+        batch, index = cls([], [], [], [], [], [], []), dict[tuple[int, ...], int]()
         for request in requests:
-            key = (id(request.prompt), *map(id, request.images))
+            key = (id(request.prompt), *map(id, request.images)) if request.images else (id(request.prompt),)
             if key not in index:
                 index[key] = len(batch.prompts)
                 batch.prompts.append(request.prompt)
                 batch.images.append(request.images)
             batch.prompt_of.append(index[key])
-            batch.unprompted.append(replace(request, prompt=nothing, images=()))
+        batch.ids = [request.id for request in requests]
+        batch.groups = [request.group for request in requests]
+        batch.seeds = [request.seed for request in requests]
+        batch.settings = [_settings(request) for request in requests]
+        if batch.settings and batch.settings.count(batch.settings[0]) == len(batch.settings):
+            batch.settings = batch.settings[:1]
         return batch
 
     @property
     def requests(self) -> list[Request]:
         """The requests, unpacked."""
+        settings = self.settings * (len(self.ids) if len(self.settings) == 1 else 1)
+        columns = zip(self.ids, self.groups, self.prompt_of, self.seeds, settings, strict=True)
         return [
-            replace(request, prompt=self.prompts[prompt], images=self.images[prompt])
-            for request, prompt in zip(self.unprompted, self.prompt_of, strict=True)
+            Request(id, group, self.prompts[prompt], seed, *own, self.images[prompt])
+            for id, group, prompt, seed, own in columns
         ]
+
+
+_settings: Callable[[Request], Any] = attrgetter(
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "ignore_eos", "priority", "keep"
+)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from lockstep.cluster.agent_cluster import AgentCluster
 from lockstep.cluster.cluster_factory import InheritedProcesses, open_cluster, take_over_processes
 from lockstep.cluster.protocol import RemoteError, Worker
 from lockstep.cluster.rpc.futures import gather_results
-from lockstep.cluster.rpc.remote_worker import submit_all
+from lockstep.cluster.rpc.group_calls import submit_all
 from lockstep.config.roles import ROLE_OF_PROCESSES, name_of_ranks
 from lockstep.config.run_config import RunConfig
 from lockstep.config.serve_role import reward_model_roles

@@ -15,7 +15,8 @@ from lockstep.base.text import count_noun, first_line
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError, gather_results
-from lockstep.cluster.rpc.remote_worker import submit_all, worker_and_node
+from lockstep.cluster.rpc.group_calls import Scattered, submit_all
+from lockstep.cluster.rpc.remote_worker import worker_and_node
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, failed_worker, is_effect
 from lockstep.config.algorithm import ModelOutput
 from lockstep.config.roles import name_of_ranks
@@ -60,7 +61,7 @@ class ServedGroup:
         self._offloaded = False
         workers = self.workers
         names = [worker_and_node(worker) for worker in workers]
-        self._setup: list[PendingResult[RankInfo]] = submit_all(
+        self._setup: Sequence[PendingResult[RankInfo]] = submit_all(
             workers, ServedModelAPI.setup, [(names,)] * len(workers)
         )
 
@@ -109,7 +110,7 @@ class ServedGroup:
         self._begin_turn()
         minibatch = minibatch.spread(len(self.workers))
         outputs = list(dict.fromkeys(fields.values()))
-        arguments = ((encoded, outputs) for encoded in minibatch.encode())
+        arguments = Scattered(minibatch.encode(), (outputs,))
         calls = submit_all(self.workers, ServedModelAPI.evaluate, arguments)
         return PendingFields(minibatch, fields, calls)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.cluster.protocol import PendingResult
-from lockstep.cluster.rpc.futures import gather_results, settled_at
+from lockstep.cluster.rpc.futures import gather_results, last_settled_at, wait_for_calls
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.run.devices.device_turns import divide_into_waves
@@ -16,7 +16,7 @@ from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.checkpoints.checkpoint_retention import part_folder
 from lockstep.train.trainer_protocol import StepStats
 
-SubmittedStep = tuple[MiniBatch, list[PendingResult[StepStats]]]
+SubmittedStep = tuple[MiniBatch, Sequence[PendingResult[StepStats]]]
 
 
 class TrainedRoles(Mapping[str, TrainerGroup]):
@@ -99,9 +99,9 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
         Args:
             ended: when the ranks of each role had finished their step before.
         """
-        gather_results([call for _, calls in steps.values() for call in calls], why="optimizer steps")
+        wait_for_calls([calls for _, calls in steps.values()], why="optimizer steps")
         for role, (minibatch, calls) in steps.items():
-            began, ended[role] = ended[role], max(settled_at(call) for call in calls)
+            began, ended[role] = ended[role], last_settled_at(calls)
             found = self[role].step_metrics(minibatch, calls[0].result(why="optimizer steps"))
             metrics[role].append({**found, "train_s": ended[role] - began})
             self[role].close_calls(calls)
@@ -116,10 +116,11 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
             wanted: the mini-batch and the wanted values, by role.
         """
         calls = {role: self[role].submit_evaluation(*each) for role, each in wanted.items()}
-        values = iter(gather_results([call for own in calls.values() for call in own], why="evaluation"))
+        wait_for_calls(calls.values(), why="evaluation")
+        values = {role: gather_results(own, why="evaluation") for role, own in calls.items()}
         for role, own in calls.items():
             self[role].close_calls(own)
-        return {role: [next(values) for _ in own] for role, own in calls.items()}
+        return values
 
     def save(self, folder: Path) -> None:
         """Begins to write a checkpoint of every role."""

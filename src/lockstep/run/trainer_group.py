@@ -9,7 +9,8 @@ import numpy as np
 
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.futures import gather_identical, gather_results
-from lockstep.cluster.rpc.remote_worker import submit_all, worker_and_node
+from lockstep.cluster.rpc.group_calls import Scattered, submit_all
+from lockstep.cluster.rpc.remote_worker import worker_and_node
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
 from lockstep.data.micro_batch import MiniBatch
@@ -79,8 +80,12 @@ class TrainerGroup:
         self.workers = list(workers)
         self.info = infos[0]
         self._offloaded = False
-        self.open_calls: list[PendingResult[Any]] = []
-        """Steps and evaluations that were submitted, and whose results nobody has read."""
+        self._open: list[Sequence[PendingResult[Any]]] = []
+
+    @property
+    def open_calls(self) -> list[Sequence[PendingResult[Any]]]:
+        """Steps and evaluations that were submitted to all ranks, and whose results nobody has read."""
+        return list(self._open)
 
     @property
     def ranks(self) -> int:
@@ -88,11 +93,11 @@ class TrainerGroup:
 
     def submit_evaluation(
         self, minibatch: MiniBatch, want: Sequence[TrainerOutput]
-    ) -> list[PendingResult[list[dict[str, np.ndarray]]]]:
+    ) -> Sequence[PendingResult[list[dict[str, np.ndarray]]]]:
         """Submits an evaluation to all ranks and returns at once; see `evaluate`."""
         self.begin_turn()
         outputs = list(want)
-        arguments = ((encoded, outputs) for encoded in minibatch.encode())
+        arguments = Scattered(minibatch.encode(), (outputs,))
         return self._opened(submit_all(self.workers, TrainerAPI.evaluate, arguments))
 
     def evaluate(self, minibatch: MiniBatch, want: Sequence[TrainerOutput]) -> list[list[dict[str, np.ndarray]]]:
@@ -140,11 +145,10 @@ class TrainerGroup:
         calls = self.submit_evaluation(minibatch, list(dict.fromkeys(fields.values()))) if fields else []
         return PendingFields(minibatch, fields, calls)
 
-    def submit_step(self, minibatch: MiniBatch) -> list[PendingResult[StepStats]]:
+    def submit_step(self, minibatch: MiniBatch) -> Sequence[PendingResult[StepStats]]:
         """Submits an optimizer step to all ranks and returns at once; see `step`."""
         self.begin_turn()
-        arguments = ((encoded,) for encoded in minibatch.encode())
-        return self._opened(submit_all(self.workers, TrainerAPI.step, arguments))
+        return self._opened(submit_all(self.workers, TrainerAPI.step, Scattered(minibatch.encode())))
 
     def step(self, minibatch: MiniBatch) -> dict[str, float]:
         """Does one optimizer step, and returns metrics over all ranks. Raises RemoteError for a non-finite loss, before
@@ -160,18 +164,19 @@ class TrainerGroup:
             return stats.values
         return {**stats.values, "batch/skipped_sequences": float(minibatch.skipped)}
 
-    def _submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **_: P.kwargs) -> list[PendingResult[R]]:
+    def _submit(
+        self, method: Callable[Concatenate[Any, P], R], *args: P.args, **_: P.kwargs
+    ) -> Sequence[PendingResult[R]]:
         """Submits the same call to all ranks."""
         return submit_all(self.workers, method, [args] * self.ranks)
 
-    def _opened(self, calls: list[PendingResult[R]]) -> list[PendingResult[R]]:
-        self.open_calls += calls
+    def _opened(self, calls: Sequence[PendingResult[R]]) -> Sequence[PendingResult[R]]:
+        self._open.append(calls)
         return calls
 
     def close_calls(self, calls: Sequence[PendingResult[Any]]) -> None:
-        """Marks the results of these calls as read, or as not needed any more."""
-        read = set(map(id, calls))  # of thousands of ranks
-        self.open_calls = [call for call in self.open_calls if id(call) not in read]
+        """Marks the results of a call of all ranks as read, or as not needed any more."""
+        self._open = [each for each in self._open if each is not calls]
 
     def save(self, folder: Path) -> None:
         gather_identical(self._submit(TrainerAPI.save, str(folder)), why="copy for checkpoint")

@@ -14,7 +14,7 @@ from typing import Protocol
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import Cluster, PendingResult, RemoteError, Worker, WorkerDied
 from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
-from lockstep.cluster.rpc.remote_worker import submit_all
+from lockstep.cluster.rpc.group_calls import submit_all
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import EngineAPI

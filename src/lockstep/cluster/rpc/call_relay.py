@@ -22,6 +22,7 @@ from lockstep.cluster.rpc.relay_messages import (
     RelayedFrames,
     RelayedResults,
     cut_batches,
+    cut_columns,
     pack_relayed,
     split_payloads,
     unpack_to_relay,
@@ -32,6 +33,7 @@ from lockstep.cluster.rpc.rpc_messages import (
     FailureMessage,
     HeartbeatMessage,
     ResultMessage,
+    pack_body,
     pack_message,
     unpack_to_controller,
 )
@@ -175,15 +177,18 @@ class CallRelay:
 
     def _hand_out(self, calls: RelayedCalls, payload: memoryview) -> None:
         count = len(calls.channels)
-        arguments = list(split_payloads(payload, calls.sizes))
-        if len(arguments) == 1:
-            arguments *= count
+        payloads = list(split_payloads(payload, calls.sizes))
+        if calls.bounds:
+            head, *columns = payloads
+            arguments = [[head, *pieces] for pieces in cut_columns(columns, calls.bounds, count)]
+        else:
+            arguments = [[each] for each in payloads] * (count if len(payloads) == 1 else 1)
         batch, number, arrived = _Batch(count), calls.id, _by_channel(calls.arrived)
         for channel, each in zip(calls.channels, arguments, strict=True):
             if channel in self._channels:
                 self._channels[channel].open[number] = batch
                 call = CallMessage(number, calls.method, calls.concurrent, arrived.pop(channel, []))
-                self._send_down(channel, pack_message(call, each))
+                self._send_down(channel, (pack_body(call), *each))
             else:
                 batch.left -= 1
         self._acknowledge(arrived)

@@ -38,6 +38,9 @@ _PREFIX = struct.Struct("<QQ")
 _ARRAY = struct.Struct("<BBB")
 _SIZE = struct.Struct("<Q")
 _ARRAY_CODE = 1
+_OWN_BYTES_CODE = 2
+OWN_BYTES = object()
+"""Stands for the bytes that follow a head, see `MethodSignature.encode_head`: uint8 `[bytes]` once decoded."""
 _IMMUTABLE_TYPES = {str, int, bool, float, type(None)}
 """Argument types whose values cannot change."""
 
@@ -76,6 +79,7 @@ class MethodSignature:
             p.name: _WireType(self.qualified, p.name, hints.get(p.name, Any)) for p in self._parameters
         }
         self._result = _WireType(self.qualified, "return value", _result_type(hints.get("return", Any)))
+        self._returns_nothing = self._result.wire_type is type(None)
         self._struct = msgspec.defstruct(
             "Arguments",
             [(name, kind.wire_type, msgspec.UNSET) for name, kind in self._parameter_types.items()],
@@ -101,6 +105,15 @@ class MethodSignature:
             self._last_encoding = args, types, payload
         return payload
 
+    def encode_head(self, args: tuple[Any, ...]) -> bytes:
+        """Encodes arguments of many calls that differ only in the bytes for which `OWN_BYTES` stands: those follow the
+        head. Raises what `encode_arguments` raises."""
+        payload = bytes(self.encode_arguments(args, {}))
+        _, start = _PREFIX.unpack_from(payload)
+        if len(payload) > start:
+            raise CodecError(self.qualified, "arguments", "large arrays and the bytes of a worker cannot be combined")
+        return payload.ljust(start, b"\0")
+
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments by name."""
         if not kwargs and self._required <= len(args) <= len(self._names):
@@ -125,6 +138,8 @@ class MethodSignature:
             raise CodecError(self.qualified, "return value", str(error)) from None
 
     def decode_result(self, payload: Payload | bytearray) -> Any:
+        if self._returns_nothing and payload == _NOTHING:  # as most calls of thousands of workers
+            return None
         return self._result.convert(self._decode(payload, self._result.wire_type))
 
     def _decode(self, payload: Payload | bytearray, kind: Any) -> Any:
@@ -226,6 +241,8 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _read_extension(code: int, data: memoryview) -> Any:
+    if code == _OWN_BYTES_CODE:
+        return np.frombuffer(_decode_context.payload, np.uint8)[_decode_context.start :]
     if code != _ARRAY_CODE:
         raise ValueError(f"unknown extension {code}")
     return _read_array(data, _decode_context.payload, _decode_context.start)
@@ -254,6 +271,8 @@ class _ArrayCollector:
             if value is not self._last or self._code is None:
                 self._last, self._code = value, self._array(value)
             return self._code
+        if value is OWN_BYTES:
+            return msgspec.msgpack.Ext(_OWN_BYTES_CODE, b"")
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, PurePath):
@@ -369,6 +388,9 @@ def _align(size: int) -> int:
 
 def _identity(value: Any) -> Any:
     return value
+
+
+_NOTHING = encode_payload(None)
 
 
 @cache

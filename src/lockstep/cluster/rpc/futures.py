@@ -1,54 +1,24 @@
-"""Calls in progress, and the functions that wait for them.
+"""Calls in progress, and the functions that wait for them (see `call_wait`)."""
 
-A wait continues as long as the called worker makes progress. After `notice_after_s` without progress it logs a warning,
-and after a limit it raises `Stalled`. A wait for many calls ends with the first failure.
-"""
-
-import contextlib
-import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any, Generic, TypeVar
 
-from lockstep.base import waits
-from lockstep.base.text import summarize_list
-from lockstep.base.wait_state import Stalled, WaitTimeout, narrow_wait
+from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult, RemoteError, WorkerDied
+from lockstep.cluster.rpc.call_wait import CallTarget, CallWait, call_failed
 
 R = TypeVar("R")
 CallError = RemoteError | WorkerDied | Stalled
 """The errors of a failed call."""
 
-log = logging.getLogger(__name__)
-
-OVERDUE_CHECK_S = 5.0
-"""Progress is checked four times a second. If a check is this late, this process itself was stopped or got no CPU time,
-and what it knows of other processes is outdated: the stall clocks restart."""
-DEATH_NOTICE_S = 1.0
-"""Longest time until a death is known. Errors of the dead worker's peers in a collective may arrive earlier."""
-
-
-class CallTarget(Protocol):
-    """What a wait needs to know about a worker."""
-
-    name: str
-    progress_count: int
-    """Grows whenever the worker makes progress."""
-    last_progress_at: float
-    """Monotonic time of the last progress."""
-    stall_limit_s: float
-    notice_after_s: float
-
-    def describe(self) -> str:
-        """What the worker is doing, as a verb phrase: its stage, its wait, whether it is stopped."""
-
-
 _NONE: tuple[Callable[[], None], ...] = ()
 
 
 class PendingCall(Generic[R]):
-    """A call sent to a worker. The thread that reads the worker's results settles it, once."""
+    """A call of one worker. The thread that reads the worker's results settles it, once."""
 
     __slots__ = (
         "_callbacks", "_error", "_lock", "_payload", "_read", "_state", "_value", "concurrent", "label", "settled_at",
@@ -108,11 +78,10 @@ class PendingCall(Generic[R]):
         self._payload = payload
         self._finish("answered", time.monotonic() if now is None else now)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, now: float | None = None) -> None:
         self._error = error
-        self._finish("failed", time.monotonic())
-        for wait in list(_waits):
-            wait.call_failed(self)
+        self._finish("failed", time.monotonic() if now is None else now)
+        call_failed(self)
 
     def _finish(self, state: str, now: float) -> None:
         with self._lock:
@@ -133,6 +102,125 @@ class PendingCall(Generic[R]):
                 self._payload = None
         return self._value  # type: ignore[return-value]
 
+    @property
+    def workers(self) -> "Sequence[CallTarget]":
+        return (self.worker,)
+
+    def missing(self) -> "Sequence[CallTarget]":
+        """The workers whose result or failure has not arrived."""
+        return () if self.done() else (self.worker,)
+
+    def failures(self) -> "Sequence[PendingCall[R]]":
+        return () if self._error is None else (self,)
+
+    def one_by_one(self) -> "Sequence[PendingCall[R]]":
+        return (self,)
+
+
+class CallGroup(Sequence[PendingCall[R]]):
+    """A call of many workers: one handle for all. The handle of one worker's call is made when somebody asks for it.
+
+    Args:
+        workers: each of them once.
+    """
+
+    def __init__(
+        self, workers: Sequence[CallTarget], label: str, read: Callable[[memoryview], R], concurrent: bool = False
+    ) -> None:
+        self.workers, self.label, self.concurrent = workers, label, concurrent
+        self.submitted_at, self.settled_at = time.monotonic(), 0.0
+        self._read = read
+        self._lock = threading.Lock()
+        self._left = len(workers)
+        self._answers: dict[CallTarget, tuple[memoryview, float]] = {}
+        """The encoded result of each worker, and when it arrived."""
+        self._errors: dict[CallTarget, tuple[Exception, float]] = {}
+        self._calls: dict[CallTarget, PendingCall[R]] = {}
+        """The handles that were asked for."""
+        self._callbacks: Sequence[Callable[[], None]] = _NONE
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = self.workers[index]
+        return [self.call_of(each) for each in chosen] if isinstance(index, slice) else self.call_of(chosen)
+
+    def call_of(self, worker: CallTarget) -> PendingCall[R]:
+        """The call of one worker."""
+        with self._lock:
+            call = self._calls.get(worker)
+            if call is None:
+                call = PendingCall(worker, self.label, self._read, self.concurrent, self.submitted_at)
+                if worker in self._answers:
+                    call.settle(*self._answers[worker])
+                elif worker in self._errors:
+                    call.fail(*self._errors[worker])
+                self._calls[worker] = call
+        return call
+
+    def done(self) -> bool:
+        """Whether the result or failure of every worker has arrived."""
+        return self._left == 0
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once all workers' calls are settled; immediately if they already are."""
+        with self._lock:
+            if self._left:
+                self._callbacks = (*self._callbacks, callback)
+                return
+        callback()
+
+    def settle(self, workers: Sequence[CallTarget], payloads: Sequence[memoryview], now: float) -> None:
+        """Stores the encoded results of some workers; whoever needs the values decodes them."""
+        with self._lock:
+            self._answers.update(zip(workers, zip(payloads, repeat(now), strict=False), strict=True))
+            callbacks = self._settled(len(workers), now)
+            known = list(filter(self._calls.get, workers)) if self._calls else ()
+        for worker in known:
+            self._calls[worker].settle(*self._answers[worker])
+        for callback in callbacks:
+            callback()
+
+    def fail(self, worker: CallTarget, error: Exception) -> None:
+        """Stores why a worker's call has failed."""
+        now = time.monotonic()
+        with self._lock:
+            self._errors[worker] = error, now
+            call, callbacks = self._calls.get(worker), self._settled(1, now)
+        if call is not None:
+            call.fail(error, now)
+        call_failed(self)
+        for callback in callbacks:
+            callback()
+
+    def _settled(self, count: int, now: float) -> Sequence[Callable[[], None]]:
+        """Counts settled calls. Returns what to call afterwards. The caller holds the lock."""
+        self._left -= count
+        if self._left:
+            return _NONE
+        self.settled_at = now
+        callbacks, self._callbacks = self._callbacks, _NONE
+        return callbacks
+
+    def values(self) -> list[R]:
+        """The workers' results, when all are there and none has failed."""
+        return [self._read(self._answers[worker][0]) for worker in self.workers]
+
+    def missing(self) -> Sequence[CallTarget]:
+        """The workers whose result or failure has not arrived."""
+        if not self._left:
+            return ()
+        return [each for each in self.workers if each not in self._answers and each not in self._errors]
+
+    def failures(self) -> Sequence[PendingCall[R]]:
+        """The calls that have failed."""
+        return [self.call_of(worker) for worker in list(self._errors)] if self._errors else ()
+
+    def one_by_one(self) -> Sequence[PendingCall[R]]:
+        """The calls of all workers."""
+        return list(self)
+
 
 def gather_results(pendings: Sequence[PendingResult[R]], why: str, stall_s: float | None = None) -> list[R]:
     """Waits for all calls and returns their results, in order. Raises the first failure, at most `DEATH_NOTICE_S` after
@@ -142,35 +230,44 @@ def gather_results(pendings: Sequence[PendingResult[R]], why: str, stall_s: floa
         Stalled: a worker made no progress for `stall_s` (by default the cluster's limit).
         RemoteError, WorkerDied: the first failure. A death takes precedence over the errors that it caused elsewhere.
     """
-    watch = _CallWait([_require_pending_call(pending) for pending in pendings], why, stall_s)
-    watch.wait()
-    return [call.take() for call in watch.calls]
+    wait_for_calls([pendings], why, stall_s)
+    if isinstance(pendings, CallGroup):
+        return pendings.values()
+    return [_require_pending_call(pending).take() for pending in pendings]
 
 
 def gather_identical(pendings: Sequence[PendingResult[R]], why: str) -> R:
     """Like `gather_results` for calls that all have the same result: only the first one is decoded."""
-    watch = _CallWait([_require_pending_call(pending) for pending in pendings], why, None)
-    watch.wait()
-    return watch.calls[0].take()
+    wait_for_calls([pendings], why)
+    return _require_pending_call(pendings[0]).take()
+
+
+def wait_for_calls(groups: Iterable[Sequence[PendingResult[Any]]], why: str, stall_s: float | None = None) -> None:
+    """Waits for the calls of all groups, as `gather_results` does, and leaves their results encoded."""
+    CallWait([call for group in groups for call in _calls_of(group)], why, stall_s).wait()
 
 
 def gather_outcomes(
     pendings: Sequence[PendingResult[R]], why: str, stall_s: float | None = None
 ) -> list[R | CallError]:
     """Waits for all calls and returns the result or error of each, in order. A failure does not end the wait."""
-    calls = [_require_pending_call(pending) for pending in pendings]
+    left = _calls_of(pendings)
     stalled: dict[PendingCall[R], Stalled] = {}
-    while left := [call for call in calls if not call.done() and call not in stalled]:
+    while left:
         try:
-            watch = _CallWait(left, why, stall_s)
-            watch.wait()
+            CallWait(left, why, stall_s).wait()
+            break
         except Stalled as error:
-            of_worker = [call for call in left if call.worker.name == error.waits_for] or left
+            calls = [call for each in left for call in each.one_by_one() if not call.done()]
+            of_worker = [call for call in calls if call.worker.name == error.waits_for] or calls
             stalled |= dict.fromkeys(of_worker, error)
         except (RemoteError, WorkerDied):
-            continue  # the outcomes are read from the calls below
+            calls = [call for each in left for call in each.one_by_one()]  # the outcomes are read below
+        left = [call for call in calls if not call.done() and call not in stalled]
+    if isinstance(pendings, CallGroup) and pendings.done() and not pendings.failures():
+        return pendings.values()
     outcomes: list[R | CallError] = []
-    for call in calls:
+    for call in map(_require_pending_call, pendings):
         try:
             outcomes.append(call.take() if call.done() else stalled[call])
         except (RemoteError, WorkerDied) as error:
@@ -184,9 +281,9 @@ def call_duration_s(pending: PendingResult[Any]) -> float:
     return call.settled_at - call.submitted_at
 
 
-def settled_at(pending: PendingResult[Any]) -> float:
-    """When a finished call got its result, in monotonic seconds."""
-    return _require_pending_call(pending).settled_at
+def last_settled_at(pendings: Sequence[PendingResult[Any]]) -> float:
+    """When the last of these finished calls got its result, in monotonic seconds."""
+    return max(call.settled_at for call in _calls_of(pendings))
 
 
 def _require_pending_call(pending: PendingResult[R]) -> PendingCall[R]:
@@ -195,118 +292,5 @@ def _require_pending_call(pending: PendingResult[R]) -> PendingCall[R]:
     return pending
 
 
-_waits: set["_CallWait[Any]"] = set()
-"""The waits of all threads."""
-
-
-class _CallWait(Generic[R]):
-    """One wait for many calls. Ends with the last result, or with the first failure."""
-
-    def __init__(self, calls: list[PendingCall[R]], why: str, stall_s: float | None) -> None:
-        self.calls, self._why, self._stall_s = calls, why, stall_s
-        self._changed = threading.Event()
-        self._lock = threading.RLock()
-        self._open = list(calls)
-        """Without calls that were found to be done, last to first."""
-        self._left = self._reported = len(calls)
-        self._began = self._checked_at = time.monotonic()
-        self._resumed_at = 0.0
-        self._noticed: dict[str, float] = {}
-
-    def wait(self) -> None:
-        """Returns when all calls are done; raises the first failure."""
-        _waits.add(self)
-        try:
-            self._await_last()
-            if not self._changed.is_set() and not any(call.error is not None for call in self.calls):
-                limit = max(self._limit(call) for call in self.calls)
-                waits.event(
-                    self._changed, waits_for=self._missing_workers(), why=self._why, stall_s=limit + 1.0,
-                    progress=self._check_progress,
-                    notice_after_s=None,
-                )  # fmt: skip
-        finally:
-            _waits.discard(self)
-        failed = [call for call in self.calls if call.error is not None]
-        if failed:
-            failed += self._find_deaths(failed)
-            first = min(failed, key=lambda call: (not isinstance(call.error, WorkerDied), call.settled_at))
-            first.take()
-
-    def _find_deaths(self, failed: Sequence[PendingCall[R]]) -> list[PendingCall[R]]:
-        """Waits shortly for deaths among the other workers, and returns their calls. A death may have caused the errors
-        that arrived first, and an effect must not be reported as the cause."""
-        known = {call.worker.name for call in failed}
-        others = [call for call in self.calls if call.worker.name not in known]
-        if not others or any(isinstance(call.error, WorkerDied) for call in failed):
-            return []
-
-        def died() -> list[PendingCall[R]] | None:
-            return [call for call in others if isinstance(call.error, WorkerDied)] or None
-
-        with contextlib.suppress(WaitTimeout):
-            return waits.poll(
-                died, kind="call", waits_for="the cluster", why="whether a death explains the failure",
-                timeout_s=DEATH_NOTICE_S,
-                notice_after_s=None,
-            )  # fmt: skip
-        return []
-
-    def _missing_workers(self) -> str:
-        """The names of the workers whose results are missing."""
-        names = list(dict.fromkeys(call.worker.name for call in self.calls if not call.done()))
-        return summarize_list(names, 4) or "workers"
-
-    def _await_last(self) -> None:
-        """Waits for the last call that is open, and then for the last one that still is: with thousands of calls this
-        thread need not hear of each. Called in the threads that settle calls."""
-        with self._lock:
-            while self._open and self._open[-1].done():
-                self._open.pop()
-            last = self._open[-1] if self._open else None
-        if last is None:
-            self._changed.set()
-        else:
-            last.on_done(self._await_last)
-
-    def call_failed(self, call: PendingCall[Any]) -> None:
-        """Ends the wait if the call is one of those that it waits for. Called in any thread."""
-        if any(each is call for each in self.calls):
-            self._changed.set()
-
-    def _limit(self, call: PendingCall[Any]) -> float:
-        return call.worker.stall_limit_s if self._stall_s is None else self._stall_s
-
-    def _check_progress(self) -> object:
-        """Checks the stall clock of every worker, and reports workers without progress."""
-        now = time.monotonic()
-        if now - self._checked_at > OVERDUE_CHECK_S:
-            self._resumed_at = now
-        self._checked_at = now
-        progress = 0
-        self._left = sum(not call.done() for call in self.calls)
-        if self._left != self._reported:
-            self._reported = self._left
-            narrow_wait(self._missing_workers())
-        for call in self.calls:
-            if not call.done():
-                progress += call.worker.progress_count
-                self._check_stall(call, now)
-        return progress, self._left, self._resumed_at
-
-    def _check_stall(self, call: PendingCall[Any], now: float) -> None:
-        worker = call.worker
-        idle_s = now - max(worker.last_progress_at, call.submitted_at, self._resumed_at)
-        if idle_s >= self._limit(call):
-            why = f"{self._why}; it {worker.describe()}"
-            raise Stalled("call", worker.name, why, now - self._began, self._limit(call))
-        notice_at = self._noticed.get(worker.name, worker.notice_after_s)
-        if idle_s >= notice_at:
-            self._noticed[worker.name] = 2 * idle_s
-            log.warning(
-                "waiting for %s for %.0f s (%s): no progress for %.0f s; it %s",
-                worker.name, now - self._began, self._why, idle_s, worker.describe(),
-            )  # fmt: skip
-        elif worker.name in self._noticed and idle_s < worker.notice_after_s:
-            del self._noticed[worker.name]
-            log.warning("%s is making progress again (%s)", worker.name, self._why)
+def _calls_of(pendings: Sequence[PendingResult[R]]) -> "list[PendingCall[R] | CallGroup[R]]":
+    return [pendings] if isinstance(pendings, CallGroup) else [_require_pending_call(each) for each in pendings]

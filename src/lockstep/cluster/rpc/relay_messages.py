@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from lockstep.cluster.rpc.codec import Payload
+from lockstep.base.transport.frames import Buffer
 from lockstep.cluster.rpc.rpc_messages import ALIGN, pack_body, split_frame
 
 RELAY_FILE = "call-relay.json"
@@ -20,7 +20,8 @@ MAX_BATCH_BYTES = 32 << 20
 
 
 class RelayedCalls(msgspec.Struct, tag=1, array_like=True):
-    """Controller to relay: one call of each of these channels. Payload: the arguments of each, or one for all."""
+    """Controller to relay: one call of each of these channels. Payload: the arguments of each, or one for all. With
+    `bounds`: what all have in common, and columns of which each gets a piece."""
 
     channels: list[int]
     id: int
@@ -30,6 +31,9 @@ class RelayedCalls(msgspec.Struct, tag=1, array_like=True):
     sizes: list[int]
     arrived: list[tuple[list[int], list[int]]]
     """As in `RelayedAcks`."""
+    bounds: bytes = b""
+    """int64 `[columns, channels + 1]`: where the piece of each channel begins in each column, in bytes, and the last
+    ends."""
 
 
 class RelayedFrames(msgspec.Struct, tag=2, array_like=True):
@@ -81,11 +85,9 @@ _from_relay = msgspec.msgpack.Decoder(FromRelay)
 _PADDING = tuple(bytes(size) for size in range(ALIGN))
 
 
-def pack_relayed(
-    message: ToRelay | FromRelay, payloads: Sequence[Payload | bytearray] = ()
-) -> list[Payload | bytearray]:
+def pack_relayed(message: ToRelay | FromRelay, payloads: Sequence[Buffer] = ()) -> list[Buffer]:
     """Returns the parts of a frame. Each payload begins at a multiple of 64 bytes."""
-    parts: list[Payload | bytearray] = [pack_body(message)]
+    parts: list[Buffer] = [pack_body(message)]
     for payload in payloads:
         parts.append(payload)
         if padding := -len(payload) % ALIGN:
@@ -113,6 +115,19 @@ def split_payloads(payload: memoryview, sizes: Sequence[int]) -> Iterator[memory
             raise ValueError("a relayed frame is truncated")
         yield payload[at : at + size]
         at += size + -size % ALIGN
+
+
+def cut_columns(columns: Sequence[memoryview], bounds: bytes, channels: int) -> Iterator[list[memoryview]]:
+    """The pieces of each channel, one of each column. Raises ValueError for bounds outside of a column."""
+    edges = memoryview(bounds).cast("q")
+    if len(edges) != len(columns) * (channels + 1):
+        raise ValueError(f"{len(edges)} bounds of {len(columns)} columns and {channels} channels")
+    by_column = [edges[at : at + channels + 1].tolist() for at in range(0, len(edges), channels + 1)]
+    for column, own in zip(columns, by_column, strict=True):
+        if own[0] != 0 or own[-1] != len(column) or own != sorted(own):
+            raise ValueError("the bounds of a relayed call are not those of its columns")
+    for number in range(channels):
+        yield [column[own[number] : own[number + 1]] for column, own in zip(columns, by_column, strict=True)]
 
 
 def cut_batches(sizes: Sequence[int]) -> Iterator[slice]:

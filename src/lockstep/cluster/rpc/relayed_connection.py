@@ -4,10 +4,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.base.transport.frames import Buffer, Connection, WireError
-from lockstep.cluster.rpc.codec import Payload
+from lockstep.cluster.rpc.call_wait import CallTarget
+from lockstep.cluster.rpc.codec import MethodSignature
+from lockstep.cluster.rpc.futures import CallGroup
 from lockstep.cluster.rpc.relay_messages import (
     ChannelClosed,
     ChannelOpened,
@@ -16,7 +18,6 @@ from lockstep.cluster.rpc.relay_messages import (
     RelayedCalls,
     RelayedFrames,
     RelayedResults,
-    cut_batches,
     pack_relayed,
     split_payloads,
     unpack_from_relay,
@@ -92,30 +93,43 @@ class CallRelayLink:
     def _settle_calls(self, channels: list[int], ids: list[int], payloads: Iterable[memoryview]) -> None:
         """Hands results to the calls that wait for them, and acknowledges them with the next message."""
         now = time.monotonic()
+        settled: dict[CallGroup[Any], tuple[list[CallTarget], list[memoryview]]] = {}
         for channel, number, payload in zip(channels, ids, payloads, strict=True):
             worker = self.channels.get(channel, _CLOSED)[1]
-            if worker is not None:
-                worker.settle_result(number, payload, now)
+            call = None if worker is None else worker.take_call(number, payload, now)
+            if call is not None and worker is not None:
+                of_call = settled.get(call)
+                if of_call is None:
+                    of_call = settled[call] = [], []
+                of_call[0].append(worker)
+                of_call[1].append(payload)
+        for call, (workers, of_workers) in settled.items():
+            call.settle(workers, of_workers, now)
         self._arrived.append((channels, ids))
 
     def send_calls(
-        self, method: str, concurrent: bool, number: int, channels: list[int], payloads: Sequence[Payload]
+        self,
+        signature: MethodSignature,
+        number: int,
+        channels: Sequence[int],
+        messages: Iterable[tuple[slice, Sequence[Buffer], bytes]],
     ) -> None:
         """Sends a call to several workers.
 
         Args:
             number: the id of the call, for all of them.
-            payloads: the arguments of each call, or one for all.
+            messages: for some of the channels at a time, the payloads and bounds of `RelayedCalls`.
 
         Raises:
             WireError: the connection is closed; nothing more is sent over it.
         """
-        shared = len(payloads) < len(channels)
-        for part in [slice(None)] if shared else cut_batches(list(map(len, payloads))):
+        for part, payloads, bounds in messages:
             arrived, self._arrived = self._arrived, []
-            sent = payloads if shared else payloads[part]
-            message = RelayedCalls(channels[part], number, method, concurrent, list(map(len, sent)), arrived)
-            self.connection.queue(*pack_relayed(message, sent))
+            message = RelayedCalls(
+                list(channels[part]), number, signature.name, signature.concurrent, list(map(len, payloads)), arrived,
+                bounds,
+            )  # fmt: skip
+            self.connection.queue(*pack_relayed(message, payloads))
         self.flush()
 
     def acknowledge(self) -> None:

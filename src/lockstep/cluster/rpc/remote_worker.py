@@ -1,21 +1,19 @@
 """The controller's handle of a worker: its process, its calls, and its state."""
 
-import contextlib
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cache
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import log_tail
-from lockstep.base.transport.frames import WireError
+from lockstep.base.transport.frames import Buffer
 from lockstep.cluster.cluster_node import ClusterNode
-from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.rpc.call_wait import OVERDUE_CHECK_S
 from lockstep.cluster.rpc.codec import MethodSignature, Payload, signature_of
-from lockstep.cluster.rpc.futures import OVERDUE_CHECK_S, PendingCall
-from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
+from lockstep.cluster.rpc.futures import CallGroup, PendingCall
 from lockstep.cluster.rpc.rpc_messages import (
     START_CALL_ID,
     AckMessage,
@@ -27,7 +25,7 @@ from lockstep.cluster.rpc.rpc_messages import (
     ResumeMessage,
     ToController,
     WorkerConnection,
-    call_id_base,
+    pack_body,
     pack_message,
     queue_message,
     unpack_to_controller,
@@ -41,21 +39,51 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@cache
-def _call_ids(generation: int) -> Iterator[int]:
-    """Ids for the calls of all workers, of which those of one message have the same."""
-    return itertools.count(call_id_base(generation) + 1)
+class CallArguments(Protocol):
+    """The encoded arguments of a call of one or many workers."""
+
+    def of(self, worker: "RemoteWorker") -> Sequence[Buffer]:
+        """The parts of the payload for one worker."""
+
+    def messages(self, workers: "Sequence[RemoteWorker]") -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
+        """What is sent to the relay of these workers: some of the workers at a time, with the payloads and bounds of
+        `RelayedCalls`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedArguments:
+    """Arguments that are the same for all workers of a call."""
+
+    payload: Payload
+
+    def of(self, worker: "RemoteWorker") -> Sequence[Buffer]:
+        return (self.payload,)
+
+    def messages(self, workers: "Sequence[RemoteWorker]") -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
+        yield slice(None), (self.payload,), b""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenCall:
+    """A call of one or many workers, kept until they have answered."""
+
+    group: CallGroup[Any]
+    signature: MethodSignature
+    arguments: CallArguments
 
 
 class RemoteWorker:
     """A worker process and its open calls. Any thread may submit calls; the RPC server's thread handles messages."""
 
     def __init__(
-        self, spec: WorkerSpec, node: ClusterNode, run: str, generation: int, stall_limit_s: float,
+        self, spec: WorkerSpec, node: ClusterNode, run: str, call_ids: Iterator[int], stall_limit_s: float,
         notice_after_s: float,
         wake: Callable[["RemoteWorker", WorkerConnection | None], None],
     ) -> None:  # fmt: skip
-        """`wake` is called when the connection has data left to write, or is closed."""
+        """Args:
+        call_ids: ids for the calls of all workers, of which those of one message have the same; see `RpcServer`.
+        wake: called when the connection has data left to write, or is closed.
+        """
         self.spec, self.name, self.node = spec, spec.name, node
         self.log = node.logs / f"{spec.name}.log"
         """Path of the worker's log, on the worker's node."""
@@ -67,8 +95,8 @@ class RemoteWorker:
         self._wake = wake
         self._lock = node.calls_lock
         self._connection: WorkerConnection | None = None
-        self.call_ids = _call_ids(generation)
-        self._open_calls: dict[int, tuple[PendingCall[Any], MethodSignature, Payload]] = {}
+        self.call_ids = call_ids
+        self._open_calls: dict[int, OpenCall] = {}
         self._unacknowledged: list[int] = []
         """Ids of results that are not acknowledged yet."""
         self._death: WorkerDied | None = None
@@ -88,31 +116,32 @@ class RemoteWorker:
             TypeError: the method does not accept these arguments, or one of them cannot be sent (CodecError).
         """
         signature = signature_of(method)
-        payload = signature.encode_arguments(args, kwargs)
-        call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result, signature.concurrent)
+        arguments = SharedArguments(signature.encode_arguments(args, kwargs))
+        group: CallGroup[R] = CallGroup((self,), signature.qualified, signature.decode_result, signature.concurrent)
+        self.send_new_call(OpenCall(group, signature, arguments))
+        return group.call_of(self)
+
+    def send_new_call(self, call: OpenCall) -> None:
+        """Sends a call with an id of its own."""
         with self._lock:
             number = next(self.call_ids)
-            if self.open_call(number, call, signature, payload):
-                arrived, self._unacknowledged = self._unacknowledged, []
-                self.send_call(signature, payload, number, arrived)
-        return call
+            self.open_call(number, call)
+            arrived, self._unacknowledged = self._unacknowledged, []
+            self.send_call(number, call, arrived)
 
-    def open_call(self, number: int, call: PendingCall[Any], signature: MethodSignature, payload: Payload) -> bool:
-        """Registers a call that the caller sends before it releases `node.calls_lock`. Returns False if the worker is
-        dead, so that the call has failed."""
+    def open_call(self, number: int, call: OpenCall) -> WorkerConnection | None:
+        """Registers a call that the caller sends before it releases `node.calls_lock`, over the connection that is
+        returned. If the worker is dead, the call has failed; if there is no connection, it will be sent later."""
         if self._death is not None:
-            call.fail(self._death)
-            return False
-        self._open_calls[number] = call, signature, payload
-        return True
+            call.group.fail(self, self._death)
+            return None
+        self._open_calls[number] = call
+        return self._connection
 
-    def is_open(self, number: int) -> bool:
-        """Whether the call with this id waits for its result."""
-        return number in self._open_calls
-
-    def send_call(self, signature: MethodSignature, payload: Payload, number: int, arrived: list[int]) -> None:
+    def send_call(self, number: int, call: OpenCall, arrived: list[int]) -> None:
         """Sends a call, and ids of results that have arrived. The caller holds the lock."""
-        self._send(pack_message(CallMessage(number, signature.name, signature.concurrent, arrived), payload))
+        message = CallMessage(number, call.signature.name, call.signature.concurrent, arrived)
+        self._send((pack_body(message), *call.arguments.of(self)))
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`submit(...).result(why=method name)`."""
@@ -253,8 +282,8 @@ class RemoteWorker:
             if self._connection is not None:
                 self.connection_lost(self._connection)
         self.started.fail(self._death)
-        for call, *_ in open_calls:
-            call.fail(self._death)
+        for call in open_calls:
+            call.group.fail(self, self._death)
         for callback in callbacks:
             callback(self._death)
 
@@ -264,106 +293,47 @@ class RemoteWorker:
                 self.connection_lost(self._connection)
             self._connection = connection
             self.connected_once = True
-            for number, (_, signature, payload) in self._open_calls.items():
+            for number, call in self._open_calls.items():
                 if number > received:
-                    self.send_call(signature, payload, number, [])
+                    self.send_call(number, call, [])
         self.record_progress()
 
-    def settle_result(self, number: int, payload: memoryview, now: float) -> None:
-        """Handles the result of a call that came through a relay; the link acknowledges it."""
-        known = self._open_calls.pop(number, None)
-        if known is None:  # that of the start, or one that has come before
+    def take_call(self, number: int, payload: memoryview, now: float) -> CallGroup[Any] | None:
+        """Returns the call whose result has come through a relay, for the link to settle and acknowledge it. None if
+        that is done here: for the result of the start, or one that has come before."""
+        call = self._open_calls.pop(number, None)
+        if call is None:
             self._settle_call(number, None, payload)
-            return
-        call = known[0]
-        if not call.concurrent:
+            return None
+        if not call.group.concurrent:
             self.progress_count += 1
             self.last_progress_at = now
-        call.settle(payload, now)
+        return call.group
 
     def _settle_call(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
         """Handles the outcome of a call."""
         with self._lock:
-            known = self._open_calls.pop(number, None)
+            call = self._open_calls.pop(number, None)
             self._unacknowledged.append(number)
-        call = self.started if number == START_CALL_ID else None if known is None else known[0]
-        if call is None:
+        if call is None and number != START_CALL_ID:
             return
-        if not call.concurrent:  # concurrent calls run in the I/O thread: no progress of the main thread
+        if call is None or not call.group.concurrent:  # concurrent calls run in the I/O thread
             self.record_progress()
-        if error is not None:
-            call.fail(error)
+        if call is None and error is not None:
+            self.started.fail(error)
+        elif call is None:
+            self.started.settle(payload)
+        elif error is not None:
+            call.group.fail(self, error)
         else:
-            call.settle(payload)
+            call.group.settle((self,), (payload,), time.monotonic())
 
-    def _send(self, parts: tuple[bytes, Payload | bytearray]) -> None:
+    def _send(self, parts: Sequence[Buffer]) -> None:
         """The caller holds the lock."""
         connection = self._connection
         queue_message(
             connection, parts, lambda broken, _: self.connection_lost(broken), lambda: self._wake(self, connection)
         )
-
-
-def submit_all(
-    workers: Sequence[Worker], method: Callable[Concatenate[Any, P], R], arguments: Iterable[tuple[Any, ...]]
-) -> list[PendingResult[R]]:
-    """Submits a call to each of these workers, with the positional arguments that belong to it. A node with a call
-    relay gets one message for all its workers, any other worker one of its own.
-
-    Raises:
-        TypeError: as `RemoteWorker.submit`. Some workers may have been called.
-    """
-    signature, now = signature_of(method), time.monotonic()
-    calls: list[Any] = []
-    groups: dict[CallRelayLink, list[_GroupedCall]] = {}
-    encoded: tuple[tuple[Any, ...], Payload] | None = None
-    for worker, args in zip(workers, arguments, strict=True):
-        connection = worker.connection if isinstance(worker, RemoteWorker) else None
-        if not isinstance(worker, RemoteWorker) or not isinstance(connection, RelayedConnection):
-            calls.append(worker.submit(method, *args))  # type: ignore[call-arg]
-            continue
-        if encoded is None or encoded[0] is not args:
-            encoded = args, signature.encode_arguments(args, {})
-        call: PendingCall[R] = PendingCall(
-            worker, signature.qualified, signature.decode_result, signature.concurrent, now
-        )
-        groups.setdefault(connection.link, []).append((worker, call, encoded[1]))
-        calls.append(call)
-    for link, group in groups.items():
-        with group[0][0].node.calls_lock:
-            _submit_group(link, signature, group)
-    return calls
-
-
-_GroupedCall = tuple[RemoteWorker, PendingCall[Any], Payload]
-
-
-def _submit_group(link: CallRelayLink, signature: MethodSignature, group: Sequence[_GroupedCall]) -> None:
-    """Sends calls of workers behind one relay. The caller holds their node's lock, so that calls of other threads come
-    before or after them on the link, as their ids say."""
-    number = next(group[0][0].call_ids)
-    channels: list[int] = []
-    payloads: list[Payload] = []
-    again: list[_GroupedCall] = []
-    for worker, call, payload in group:
-        if worker.is_open(number):  # called twice: with another id
-            again.append((worker, call, payload))
-            continue
-        connection = worker.connection
-        if not worker.open_call(number, call, signature, payload):
-            continue
-        if isinstance(connection, RelayedConnection) and connection.link is link:
-            channels.append(connection.channel)
-            payloads.append(payload)
-        else:  # it has connected anew
-            worker.send_call(signature, payload, number, [])
-    if all(payload is payloads[0] for payload in payloads):
-        payloads = payloads[:1]
-    if channels:
-        with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
-            link.send_calls(signature.name, signature.concurrent, number, channels, payloads)
-    if again:
-        _submit_group(link, signature, again)
 
 
 def worker_and_node(worker: Worker) -> str:

@@ -1,6 +1,7 @@
 """The controller's I/O thread: accepts connections from workers and reads their messages."""
 
 import contextlib
+import itertools
 import logging
 import queue
 import selectors
@@ -15,7 +16,7 @@ from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, FrameRefused, WireError
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
-from lockstep.cluster.rpc.rpc_messages import LeaveMessage, WorkerConnection, pack_message
+from lockstep.cluster.rpc.rpc_messages import LeaveMessage, WorkerConnection, call_id_base, pack_message
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class RpcServer:
     ) -> None:
         self._listener = auth_handshake.Listener(token, run, generation, name="controller", host=host, ports=ports)
         self._tick = tick
+        self.call_ids = itertools.count(call_id_base(generation) + 1)
+        """Ids for the calls of all workers, of which those of one message have the same."""
         self._workers: dict[str, RemoteWorker] = {}
         self._given_up: set[str] = set()
         """Names of workers that were declared dead while unreachable, and may still run."""

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
-from lockstep.cluster.rpc.remote_worker import submit_all
+from lockstep.cluster.rpc.group_calls import submit_all
 from lockstep.config.rollout import ReissueConfig
 from lockstep.data.samples import Completion
 from lockstep.rollout.client import engine_slot
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 COUNTERS_INTERVAL_S = 1.0
 """How often the counters of the engines are read during a wait; with more than 64 engines less often."""
-_Dispatch = tuple[EngineSlot, Worker, PendingResult[None]]
-"""An engine that was sent requests, its worker, and the call that sent them."""
+_Dispatched = tuple[list[tuple[EngineSlot, Worker]], Sequence[PendingResult[None]]]
+"""Engines that were sent requests, with their workers, and the calls that sent them."""
 
 
 class EnginePool:
@@ -100,7 +100,7 @@ class EnginePool:
         with self._lock:
             self._router.add(requests)
             dispatched = self._dispatch()
-        for slot, worker, outcome in self._gather(dispatched, "submit requests"):
+        for slot, worker, outcome in self._gather(*dispatched, "submit requests"):
             if isinstance(outcome, RemoteError):
                 raise outcome
             if isinstance(outcome, WorkerDied | Stalled):
@@ -253,14 +253,15 @@ class EnginePool:
 
     # --- with the lock held
 
-    def _dispatch(self) -> list[_Dispatch]:
+    def _dispatch(self) -> _Dispatched:
         """Sends unassigned requests to live engines."""
         assigned = self._router.assign()
         slots = [self._slots[rank] for rank in assigned]
-        workers = [slot.worker for slot in slots if slot.worker is not None]  # all: the router knows who is live
-        calls = submit_all(workers, EngineAPI.submit, [(RequestBatch.of(each),) for each in assigned.values()])
+        called = [(slot, slot.worker) for slot in slots if slot.worker is not None]  # all: the router knows who is live
+        requests = [(RequestBatch.of(each),) for each in assigned.values()]
+        calls = submit_all([worker for _, worker in called], EngineAPI.submit, requests)
         self._request_completions(slots)
-        return list(zip(slots, workers, calls, strict=True))
+        return called, calls
 
     def _request_completions(self, slots: Iterable[EngineSlot]) -> None:
         """Asks engines with open requests for their completions, unless they have been asked already."""
@@ -364,7 +365,7 @@ class EnginePool:
         if self.failover.enabled:
             worker.on_death(lambda error: self._handle_loss(slot, worker, error))
 
-    def _watch_dispatched(self, dispatched: Sequence[_Dispatch]) -> None:
+    def _watch_dispatched(self, dispatched: _Dispatched) -> None:
         """Makes the next call raise the error if an engine refuses requests. For calls that no thread waits for."""
 
         def on_done(pending: PendingResult[None]) -> None:
@@ -376,7 +377,7 @@ class EnginePool:
             except WorkerDied:
                 return  # `_watch_for_death` handles it
 
-        for _, _, pending in dispatched:
+        for pending in dispatched[1]:
             pending.on_done(lambda pending=pending: on_done(pending))  # type: ignore[misc]
 
     def call_all(
@@ -390,9 +391,8 @@ class EnginePool:
             called = [(slot, worker) for slot, worker in live if by_name is None or worker.spec.name in by_name]
             arguments = [() if by_name is None else by_name[worker.spec.name] for _, worker in called]
             pendings = submit_all([worker for _, worker in called], method, arguments)
-        calls = [(*each, pending) for each, pending in zip(called, pendings, strict=True)]
         results = []
-        for slot, worker, outcome in self._gather(calls, why):
+        for slot, worker, outcome in self._gather(called, pendings, why):
             if isinstance(outcome, RemoteError | WorkerDied | Stalled):
                 self._handle_loss(slot, worker, outcome)
             else:
@@ -401,19 +401,18 @@ class EnginePool:
         return results
 
     def _gather(
-        self, calls: Sequence[tuple[EngineSlot, Worker, PendingResult[T]]], why: str
+        self, called: Sequence[tuple[EngineSlot, Worker]], pendings: Sequence[PendingResult[T]], why: str
     ) -> list[tuple[EngineSlot, Worker, T | CallError]]:
         """Waits for the outcomes of calls. Engines that are silent for too long are excluded until they answer."""
-        pendings = [pending for _, _, pending in calls]
         outcomes, silent = gather_patiently(pendings, why, self._stragglers.config, lambda: len(self.workers))
         if silent:
             with self._lock:
-                for (slot, worker, _), outcome in zip(calls, outcomes, strict=True):
+                for (slot, worker), outcome in zip(called, outcomes, strict=True):
                     if isinstance(outcome, Stalled):
                         self._exclude(slot, worker, "until it answers")
                 self._watch_dispatched(self._dispatch())
         # For an excluded engine the outcome is an error, but its slot is empty, so the callers do nothing.
-        return [(slot, worker, outcome) for (slot, worker, _), outcome in zip(calls, outcomes, strict=True)]
+        return [(slot, worker, outcome) for (slot, worker), outcome in zip(called, outcomes, strict=True)]
 
     def _raise_error(self) -> None:
         if self._error is not None:

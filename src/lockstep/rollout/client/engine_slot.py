@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lockstep.cluster.protocol import PendingResult, Worker
-from lockstep.cluster.rpc.remote_worker import submit_all
+from lockstep.cluster.rpc.group_calls import submit_all
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress
 
 HOLD_PER_ENGINE_S = 1e-3

@@ -16,7 +16,7 @@ from pathlib import Path
 from lockstep.base import waits
 from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerLauncher
-from lockstep.cluster.rpc.futures import CallError, gather_results
+from lockstep.cluster.rpc.futures import CallError, wait_for_calls
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, failed_worker, is_effect
 from lockstep.config.roles import name_of_ranks
 from lockstep.ledger.ledger import Ledger
@@ -254,9 +254,9 @@ class TrainerRecovery:
                 of its role must be replaced too.
         """
         names = " and ".join(name_of_ranks(group.role.name) for group in kept)
-        calls = [call for group in kept for call in group.open_calls]
-        gather_results(calls, why="what they were doing when another role failed")
-        for group in kept:
+        opened = [(group, calls) for group in kept for calls in group.open_calls]
+        wait_for_calls([calls for _, calls in opened], why="what they were doing when another role failed")
+        for group, calls in opened:
             group.close_calls(calls)
         self.checkpoints.wait_for_files(
             lambda: all(group.saved() for group in kept), waits_for=names, why="their part of a checkpoint"

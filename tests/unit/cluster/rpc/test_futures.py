@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
-from lockstep.cluster.rpc import futures
+from lockstep.cluster.rpc import call_wait
 from lockstep.cluster.rpc.futures import PendingCall, gather_results
 
 
@@ -73,7 +73,7 @@ def test_a_failure_without_a_death_is_raised_soon() -> None:
     began = time.monotonic()
     with pytest.raises(RemoteError, match="bad data"):
         gather_results(calls_, "both")
-    assert time.monotonic() - began < futures.DEATH_NOTICE_S + 0.5
+    assert time.monotonic() - began < call_wait.DEATH_NOTICE_S + 0.5
     # Without other calls there is no death to wait for.
     began = time.monotonic()
     with pytest.raises(RemoteError):
@@ -116,7 +116,7 @@ def test_notices_at_doubling_times_and_recovery(caplog: pytest.LogCaptureFixture
     call = pending(worker)
     later(1.5, worker.move)
     later(1.9, call.settle, memoryview(b""))
-    with caplog.at_level(logging.WARNING, logger=futures.__name__):
+    with caplog.at_level(logging.WARNING, logger=call_wait.__name__):
         call.result("train step 3")
     lines = [record.getMessage() for record in caplog.records]
     assert 2 <= sum("no progress for" in line for line in lines) <= 3, lines
@@ -130,7 +130,7 @@ def test_a_stopped_controller_blames_no_worker(monkeypatch: pytest.MonkeyPatch) 
     later(0.6, call.settle, memoryview(b"fine"))
     real, frozen = time.monotonic, [0.0]
     later(0.3, lambda: frozen.__setitem__(0, 1000.0))  # as after SIGCONT: the clock has run, the process has not
-    monkeypatch.setattr(futures.time, "monotonic", lambda: real() + frozen[0])
+    monkeypatch.setattr(call_wait.time, "monotonic", lambda: real() + frozen[0])
     assert call.result("it") == "fine"
 
 

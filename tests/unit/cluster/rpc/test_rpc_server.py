@@ -36,7 +36,9 @@ class Peer:
     """The worker's end of a connection."""
 
     def __init__(self, hub: RpcServer, name: str) -> None:
-        self.handle = RemoteWorker(WorkerSpec(name, "x", 0, "none:None"), HOST, RUN, 1, 60, 60, hub.connection_changed)
+        self.handle = RemoteWorker(
+            WorkerSpec(name, "x", 0, "none:None"), HOST, RUN, hub.call_ids, 60, 60, hub.connection_changed
+        )
         hub.add(self.handle)
         host, port = hub.address
         self.connection = auth_handshake.connect(host, port, token=TOKEN, run=RUN, generation=1, name=name)

@@ -56,10 +56,10 @@ class Group:
 
     def replace_ranks(self, workers: Sequence[Any], infos: Sequence[Any]) -> None:
         self.workers, self.loaded, self.dead = list(workers), "", ""
-        self.open_calls: list[PendingCall[Any]] = []
+        self.open_calls: list[list[PendingCall[Any]]] = []
 
     def close_calls(self, calls: Sequence[Any]) -> None:
-        self.open_calls = [call for call in self.open_calls if call not in calls]
+        self.open_calls = [each for each in self.open_calls if each is not calls]
 
     def saved(self) -> bool:
         self._answer()
@@ -71,8 +71,9 @@ class Group:
 
     def begin_step(self) -> list[PendingCall[None]]:
         """A step that all ranks are doing."""
-        self.open_calls = [PendingCall(Rank(worker.spec.name), "step", lambda payload: None) for worker in self.workers]
-        return self.open_calls
+        calls = [PendingCall(Rank(worker.spec.name), "step", lambda payload: None) for worker in self.workers]
+        self.open_calls = [calls]
+        return calls
 
     def _answer(self) -> None:
         if self.dead:

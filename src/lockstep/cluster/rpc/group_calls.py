@@ -1,0 +1,172 @@
+"""Calls of many workers: one message for the workers behind each relay, and one handle for all of them."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+
+from lockstep.base.transport.frames import Buffer, WireError
+from lockstep.cluster.protocol import PendingResult, Worker
+from lockstep.cluster.rpc.codec import OWN_BYTES, MethodSignature, Payload, signature_of
+from lockstep.cluster.rpc.futures import CallGroup
+from lockstep.cluster.rpc.relay_messages import MAX_BATCH_BYTES, cut_batches
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
+from lockstep.cluster.rpc.remote_worker import OpenCall, RemoteWorker, SharedArguments
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class WorkerColumns(Protocol):
+    """Bytes for many workers in columns: worker i gets `columns[c][bounds[c, i] : bounds[c, i + 1]]` of each column c,
+    one after the other."""
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """Values that all workers get."""
+
+    @property
+    def columns(self) -> "Sequence[memoryview]": ...
+    @property
+    def bounds(self) -> np.ndarray:
+        """int64 `[columns, workers + 1]`, in bytes."""
+
+    def __getitem__(self, index: int, /) -> tuple[Any, ...]:
+        """What worker `index` gets: the shared values, and its bytes as uint8 `[bytes]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Arguments of a call of many workers. The first one is a tuple of shared values and the worker's own bytes, which
+    are sent in columns: the relay of a node cuts them up for its workers."""
+
+    own: WorkerColumns
+    others: tuple[Any, ...] = ()
+    """The other arguments, the same for all workers."""
+
+    def of(self, index: int) -> tuple[Any, ...]:
+        return (self.own[index], *self.others)
+
+
+class _OwnArguments:
+    """Arguments of a call that were encoded for each worker."""
+
+    def __init__(self, payloads: dict[Any, Payload]) -> None:
+        self._payloads = payloads
+
+    def of(self, worker: RemoteWorker) -> Sequence[Buffer]:
+        return (self._payloads[worker],)
+
+    def messages(self, workers: Sequence[RemoteWorker]) -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
+        payloads = [self._payloads[worker] for worker in workers]
+        for part in cut_batches(list(map(len, payloads))):
+            yield part, payloads[part], b""
+
+
+class _ScatteredArguments:
+    """Arguments of a call whose columns are cut up for the workers."""
+
+    def __init__(self, signature: MethodSignature, arguments: Scattered, workers: Iterable[Any]) -> None:
+        own = arguments.own
+        self._head = signature.encode_head(((*own.shared, OWN_BYTES), *arguments.others))
+        self._columns, self._bounds = own.columns, np.asarray(own.bounds, np.int64)
+        self._ends: list[int] = self._bounds.sum(axis=0).tolist()
+        """Bytes of all workers before each worker."""
+        self._index = dict(zip(workers, itertools.count(), strict=False))
+
+    def of(self, worker: RemoteWorker) -> Sequence[Buffer]:
+        return self._between(self._index[worker], self._index[worker] + 1)
+
+    def messages(self, workers: Sequence[RemoteWorker]) -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
+        rows = [self._index[worker] for worker in workers]
+        begin = 0
+        for end in range(1, len(rows) + 1):
+            full = end < len(rows) and self._ends[rows[end] + 1] - self._ends[rows[begin]] > MAX_BATCH_BYTES
+            if end < len(rows) and rows[end] == rows[end - 1] + 1 and not full:  # next to each other in the columns
+                continue
+            first, last = rows[begin], rows[end - 1] + 1
+            own = self._bounds[:, first : last + 1]
+            yield slice(begin, end), self._between(first, last), (own - own[:, :1]).tobytes()
+            begin = end
+
+    def _between(self, first: int, last: int) -> Sequence[Buffer]:
+        begins, ends = self._bounds[:, first].tolist(), self._bounds[:, last].tolist()
+        return [self._head, *map(_slice, self._columns, begins, ends)]
+
+
+def _slice(column: memoryview, begin: int, end: int) -> memoryview:
+    return column[begin:end]
+
+
+def submit_all(
+    workers: Sequence[Worker],
+    method: Callable[Concatenate[Any, P], R],
+    arguments: Iterable[tuple[Any, ...]] | Scattered,
+) -> Sequence[PendingResult[R]]:
+    """Submits a call to each of these workers, with the positional arguments that belong to it. A node with a call
+    relay gets one message for all its workers, any other worker one of its own.
+
+    Raises:
+        TypeError: as `RemoteWorker.submit`. Some workers may have been called.
+    """
+    remote = [worker for worker in workers if isinstance(worker, RemoteWorker)]
+    if len(remote) < len(workers) or len(set(remote)) < len(remote):  # of another cluster, or called twice
+        own = map(arguments.of, itertools.count()) if isinstance(arguments, Scattered) else arguments
+        return [worker.submit(method, *each) for worker, each in zip(workers, own, strict=False)]  # type: ignore[call-arg]
+    signature = signature_of(method)
+    encoded = _encode(signature, arguments, remote)
+    group: CallGroup[R] = CallGroup(remote, signature.qualified, signature.decode_result, signature.concurrent)
+    call = OpenCall(group, signature, encoded)
+    by_link: dict[CallRelayLink | None, list[RemoteWorker]] = {}
+    for worker in remote:
+        connection = worker.connection
+        link = connection.link if isinstance(connection, RelayedConnection) else None
+        if link in by_link:
+            by_link[link].append(worker)
+        else:
+            by_link[link] = [worker]
+    for worker in by_link.pop(None, ()):
+        worker.send_new_call(call)
+    for link, of_link in by_link.items():
+        if link is not None:
+            _send(link, call, of_link)
+    return group
+
+
+def _encode(
+    signature: MethodSignature, arguments: Iterable[tuple[Any, ...]] | Scattered, workers: list[RemoteWorker]
+) -> Any:
+    if isinstance(arguments, Scattered):
+        return _ScatteredArguments(signature, arguments, workers)
+    payloads: list[Payload] = []
+    last: tuple[Any, ...] | None = None
+    for args in arguments:
+        payloads.append(payloads[-1] if args is last else signature.encode_arguments(args, {}))
+        last = args
+    if all(payload is payloads[0] for payload in payloads[1:]) and payloads:
+        return SharedArguments(payloads[0])
+    return _OwnArguments(dict(zip(workers, payloads, strict=True)))
+
+
+def _send(link: CallRelayLink, call: OpenCall, workers: Sequence[RemoteWorker]) -> None:
+    """Sends a call to workers behind one relay, with their node's lock, so that calls of other threads come before or
+    after it on the link, as their ids say."""
+    with workers[0].node.calls_lock:
+        number = next(workers[0].call_ids)
+        channels: list[int] = []
+        there: list[RemoteWorker] = []
+        for worker in workers:
+            connection = worker.open_call(number, call)
+            if connection is None:
+                continue
+            if isinstance(connection, RelayedConnection) and connection.link is link:
+                channels.append(connection.channel)
+                there.append(worker)
+            else:  # it has connected anew
+                worker.send_call(number, call, [])
+        if channels:
+            with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
+                link.send_calls(call.signature, number, channels, call.arguments.messages(there))

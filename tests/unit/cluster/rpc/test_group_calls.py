@@ -1,0 +1,202 @@
+"""Calls of many workers: one handle for all, and arguments in columns of which each worker gets its piece."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.base.transport.frames import PeerIdentity
+from lockstep.base.wait_state import Stalled
+from lockstep.cluster.cluster_node import ClusterNode
+from lockstep.cluster.protocol import NodeInfo, RemoteError, WorkerSpec
+from lockstep.cluster.rpc.call_relay import CallRelay
+from lockstep.cluster.rpc.codec import CodecError, signature_of
+from lockstep.cluster.rpc.futures import CallGroup, gather_identical, gather_outcomes, gather_results, wait_for_calls
+from lockstep.cluster.rpc.group_calls import Scattered, submit_all
+from lockstep.cluster.rpc.relay_messages import cut_columns
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink
+from lockstep.cluster.rpc.remote_worker import RemoteWorker
+from lockstep.cluster.rpc.rpc_messages import CallMessage, FailureMessage, ResultMessage, ResumeMessage, pack_message
+from lockstep.cluster.rpc.rpc_messages import unpack_to_worker as unpack
+from lockstep.data.micro_batch import EncodedRanks
+
+
+class Adder:
+    def add(self, own: tuple[int, np.ndarray], factor: int) -> int:
+        return int(own[1].astype(int).sum()) * factor + own[0]
+
+
+class Node:
+    """The workers of a node behind a real relay, without sockets. They answer when `answer` is called."""
+
+    closed, bulk_bytes, pending = False, 0, False
+    peer = PeerIdentity("run", 1, "relay")
+
+    def __init__(self, name: str, ranks: Sequence[int], call_ids: Any, stall_limit_s: float = 60.0) -> None:
+        home = ClusterNode(NodeInfo(name, "127.0.0.1", Path("none")), Path("none"), Path("none"))
+        self.workers = {
+            rank: RemoteWorker(WorkerSpec(f"w-{rank}", "x", rank, "a:B"), home, "run", call_ids, stall_limit_s, 60, _no)
+            for rank in ranks
+        }
+        self.link = CallRelayLink(self, lambda _: None)  # type: ignore[arg-type]
+        self.relay = CallRelay(lambda parts: self.link.handle_frame(bytearray(b"".join(parts)), self._accept))
+        self.got: dict[int, tuple[CallMessage, bytes]] = {}
+        self.messages = 0
+        self.channels: dict[int, int] = {}
+        for rank in ranks:
+            self.channels[rank] = self.relay.open(f"w-{rank}", _Behind(self, rank))
+            self.relay.from_worker(self.channels[rank], bytearray(b"".join(pack_message(ResumeMessage(0, 1)))))
+
+    def _accept(self, link: CallRelayLink, channel: int, name: str) -> None:
+        link.open(channel, self.workers[int(name[2:])])
+
+    def queue(self, *parts: Any) -> None:
+        self.messages += 1
+        self.relay.from_controller(bytearray(b"".join(parts)))
+
+    def flush(self) -> bool:
+        return True
+
+    def answer(self, rank: int, error: str = "") -> None:
+        call, payload = self.got.pop(rank)
+        signature = signature_of(Adder.add)
+        if error:
+            parts = pack_message(FailureMessage(call.id, "ValueError", error, ""))
+        else:
+            value = Adder().add(**signature.decode_arguments(bytearray(payload)))
+            parts = pack_message(ResultMessage(call.id), signature.encode_result(value))
+        self.relay.from_worker(self.channels[rank], bytearray(b"".join(parts)))
+        self.relay.flush()
+
+
+class _Behind:
+    bulk_bytes = 0
+
+    def __init__(self, node: Node, rank: int) -> None:
+        self.node, self.rank = node, rank
+
+    def queue(self, *parts: Any) -> None:
+        message, payload = unpack(bytearray(b"".join(parts)))
+        if isinstance(message, CallMessage):
+            self.node.got[self.rank] = message, bytes(payload)
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+def _no(*_: object) -> None:
+    """Nothing is left to write."""
+
+
+def columns(count: int) -> EncodedRanks:
+    """Worker i gets i bytes of value 1 and then one of value i."""
+    edges = [[0, *itertools.accumulate(range(count))], range(count + 1)]
+    values = bytes([1]) * (count * (count - 1) // 2), bytes(range(count))
+    return EncodedRanks((7,), [memoryview(each) for each in values], np.asarray(edges, np.int64))  # type: ignore[arg-type]
+
+
+def two_nodes(first: Sequence[int], second: Sequence[int], stall_limit_s: float = 60.0) -> tuple[list[Node], list[Any]]:
+    ids = itertools.count(1)
+    nodes = [Node("a", first, ids, stall_limit_s), Node("b", second, ids, stall_limit_s)]
+    workers = {**nodes[0].workers, **nodes[1].workers}
+    return nodes, [workers[rank] for rank in sorted(workers)]
+
+
+@pytest.mark.parametrize(("first", "second", "messages"), [((0, 1, 2), (3, 4), (1, 1)), ((0, 2, 3), (1, 4), (2, 2))])
+def test_each_worker_gets_its_piece_of_the_columns(
+    first: Sequence[int], second: Sequence[int], messages: tuple[int, int]
+) -> None:
+    """A node's workers that are next to each other in the columns get one message."""
+    nodes, workers = two_nodes(first, second)
+    calls = submit_all(workers, Adder.add, Scattered(columns(5), (10,)))
+    assert isinstance(calls, CallGroup) and tuple(node.messages for node in nodes) == messages
+    for node in nodes:
+        for rank in list(node.got):
+            node.answer(rank)
+    assert gather_results(calls, "sums") == [10 * 2 * rank + 7 for rank in range(5)]
+    assert gather_identical(calls, "sums") == 7 and calls[3].result("one") == 67
+
+
+def test_a_failure_names_its_worker_and_the_others_have_their_results() -> None:
+    nodes, workers = two_nodes((0, 1), (2,))
+    calls = submit_all(workers, Adder.add, Scattered(columns(3), (1,)))
+    early = calls[1]
+    assert not early.done()
+    nodes[0].answer(1, error="bad rows")
+    with pytest.raises(RemoteError, match="bad rows") as raised:
+        gather_results(calls, "sums")
+    assert raised.value.worker == "w-1" and early.done()
+    nodes[0].answer(0)
+    nodes[1].answer(2)
+    first, second, third = gather_outcomes(calls, "sums")
+    assert (first, third) == (7, 11) and isinstance(second, RemoteError)
+
+
+def test_a_worker_that_does_nothing_is_named() -> None:
+    nodes, workers = two_nodes((0, 1), (2,), stall_limit_s=0.5)
+    calls = submit_all(workers, Adder.add, Scattered(columns(3), (1,)))
+    nodes[0].answer(0)
+    nodes[1].answer(2)
+    with pytest.raises(Stalled) as raised:
+        wait_for_calls([calls], "sums")
+    assert raised.value.waits_for == "w-1"
+    outcomes = gather_outcomes(calls, "sums")
+    assert [type(each) for each in outcomes] == [int, Stalled, int]
+
+
+def test_a_dead_worker_fails_its_call_and_the_call_is_sent_again_to_one_that_connects_anew() -> None:
+    nodes, workers = two_nodes((0, 1), (2,))
+    workers[0].mark_dead(1)
+    calls = submit_all(workers, Adder.add, Scattered(columns(3), (1,)))
+    again = _Direct()
+    workers[2].handle_message(again, ResumeMessage(0, 1), memoryview(b""))
+    (call, payload) = again.got[0]
+    assert signature_of(Adder.add).decode_arguments(bytearray(payload))["own"][1].tolist() == [1, 1, 2]
+    done = signature_of(Adder.add).encode_result(11)
+    workers[2].handle_message(again, ResultMessage(call.id), memoryview(done))
+    nodes[0].answer(1)
+    dead, *others = gather_outcomes(calls, "sums")
+    assert "w-0 exited with 1" in str(dead) and others == [9, 11]
+
+
+class _Direct:
+    """A connection without a relay."""
+
+    closed, bulk_bytes, pending = False, 0, False
+
+    def __init__(self) -> None:
+        self.got: list[tuple[CallMessage, bytes]] = []
+
+    def queue(self, *parts: Any) -> None:
+        message, payload = unpack(bytearray(b"".join(parts)))
+        if isinstance(message, CallMessage):
+            self.got.append((message, bytes(payload)))
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+def test_bounds_outside_of_their_columns_are_refused() -> None:
+    good = np.asarray([[0, 1, 4], [0, 2, 2]], np.int64)
+    views = [memoryview(b"abcd"), memoryview(b"xy")]
+    assert [b"".join(each) for each in cut_columns(views, good.tobytes(), 2)] == [b"axy", b"bcd"]
+    for bad in (good[:1], good + 1, good[:, ::-1].copy(), np.asarray([[0, 1, 9], [0, 2, 2]], np.int64)):
+        with pytest.raises(ValueError, match="bounds"):
+            list(cut_columns(views, bad.tobytes(), 2))
+
+
+def test_large_arrays_are_not_combined_with_own_bytes() -> None:
+    class Large:
+        def take(self, own: tuple[int, np.ndarray], table: np.ndarray) -> None: ...
+
+    nodes, workers = two_nodes((0,), (1,))
+    with pytest.raises(CodecError, match="cannot be combined"):
+        submit_all(workers, Large.take, Scattered(columns(2), (np.zeros(1 << 20),)))
+    assert nodes[0].messages == 0
