@@ -62,7 +62,7 @@ class VisionSamples:
         parts = [part for part in kind.get_attributes() if part != "video_processor"]
         without_video = type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: parts)})
         unused = {part: None for part in kind.get_attributes() if part == "video_processor"}
-        image_processor = AutoImageProcessor.from_pretrained(self.folder)
+        image_processor = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
         return without_video(image_processor=image_processor, tokenizer=self.tokenizer, **unused, **settings)
 
     def prompt(self, text: str, pictures: list[Image.Image]) -> VisionPrompt:

@@ -23,6 +23,10 @@ VLLM_PACKAGES: Mapping[str, tuple[str, ...]] = {
 modules import transformers' processors of videos, which need torchvision."""
 
 
+VLLM_GPU_FAMILIES = frozenset({"gemma3"})
+"""The families whose image tokens attend to each other, which vLLM's attention on CPUs does not compute."""
+
+
 def packages_for_vllm(family: str) -> tuple[str, ...]:
     """The packages that vLLM imports to serve images with models of a family; those of most, if it is not known."""
     return VLLM_PACKAGES.get(family, ("torchvision",))

@@ -45,6 +45,7 @@ def image_findings(config: RunConfig, model: ModelFacts, found: DryRun | None) -
         disk_free=_free_bytes(Path(config.folder)),
         shm_free=host_resources(config.cluster).shared_memory if config.cluster.kind == "local" else None,
         shm_other=plan.shared_memory + plan.memory_copy,
+        on_cpu=any(process.role == "rollout" and process.device == "cpu" for process in plan.processes),
         missing=tuple(name for name in packages_for_vllm(family) if find_spec(name) is None),
     )
     return list(judge_images(config, demand, os.environ))

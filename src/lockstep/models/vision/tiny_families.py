@@ -64,6 +64,8 @@ class VisionFamily:
     """Further special tokens that the processor writes."""
     named_tokens: Mapping[str, str] | None = None
     """Special tokens, by the attribute of the tokenizer that the processor reads."""
+    words: tuple[str, ...] = ()
+    """Further tokens of several characters."""
     text: Settings = _nothing
     """The config of the text model, in addition to its sizes."""
     text_type: str | None = None
@@ -223,6 +225,7 @@ _GEMMA = VisionFamily(
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
     },
+    words=("\n", "\n\n", "\n\n\n", "\n\n\n\n"),  # vLLM looks them up
     text=_gemma_text,
     config=lambda model: {"mm_tokens_per_image": model.features_per_tile},
     processor=lambda model: {"image_seq_length": model.features_per_tile},

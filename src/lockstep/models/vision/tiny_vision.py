@@ -164,6 +164,7 @@ def _tokenizer(model: TinyVision, family: VisionFamily) -> PreTrainedTokenizerFa
         clean_up_tokenization_spaces=False,
         **named,
     )
+    tokenizer.add_tokens(list(family.words))
     tokenizer.chat_template = _CHAT_TEMPLATE.replace("IMAGE", family.placeholder)
     return tokenizer
 

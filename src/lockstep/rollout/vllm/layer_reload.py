@@ -14,6 +14,25 @@ from vllm.model_executor.model_loader.reload.meta import CopyCounter, materializ
 from vllm.platforms import current_platform
 
 
+def accept_bare_tower_names() -> None:
+    """Lets vLLM's SigLIP tower (Gemma 3, LLaVA-OneVision) load weights under the names that transformers 5 saves, which
+    lack the `vision_model.` of older checkpoints."""
+    try:
+        from vllm.model_executor.models.siglip import SiglipVisionModel
+        from vllm.model_executor.models.utils import AutoWeightsLoader
+    except ImportError:  # another vLLM: it loads what it knows, and names what it does not
+        return
+
+    def load_weights(self: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        inner = "vision_model."
+        named = ((name if name.startswith(inner) else inner + name, weight) for name, weight in weights)
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(named)
+        return loaded
+
+    if not hasattr(SiglipVisionModel, "load_weights"):
+        SiglipVisionModel.load_weights = load_weights
+
+
 class DirectWrites(TorchFunctionMode):
     """Keeps what a model's `load_weights` writes into parameters itself, and not through their weight loaders.
 

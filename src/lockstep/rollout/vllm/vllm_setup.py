@@ -184,11 +184,21 @@ def start_core(path: str, arguments: dict[str, Any], family: str = "") -> Any:
             "if several batches run at once, the weights version of a token is unknown",
             "leave async_scheduling and pipeline_parallel_size out",
         )
+    if not arguments.get("language_model_only"):
+        _check_image_attention(path, config)
     try:
         return client.InprocClient(config, executor_class, log_stats=True)
     except (*_LOAD_ERRORS, AssertionError, vllm_error()) as error:
         problem = f"vLLM on host {host} cannot load it ({_error_text(error)})"
         raise ModelError("model.path", path, problem, _start_remedy(family)) from error
+
+
+def _check_image_attention(path: str, config: Any) -> None:
+    """Raises ModelError for a model whose image tokens see each other in both directions, as Gemma 3's, on a CPU, where
+    vLLM would compute them as text, without an error."""
+    if getattr(config.model_config, "is_mm_prefix_lm", False) and _module("vllm.platforms").current_platform.is_cpu():
+        problem = "the tokens of its images attend to each other, and vLLM's attention on CPUs would be causal"
+        raise ModelError("model.path", path, problem, "use rollout.engine.kind=builtin for it, or GPUs")
 
 
 def _start_remedy(family: str) -> str:

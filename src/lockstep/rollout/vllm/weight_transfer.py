@@ -35,7 +35,13 @@ from vllm.platforms import current_platform
 
 from lockstep.models.vision.model_parts import MODEL_PARTS, ModelPart
 from lockstep.rollout.errors import WeightsMismatch
-from lockstep.rollout.vllm.layer_reload import DirectWrites, copy_biases, drop_expert_kernels, pack_heads
+from lockstep.rollout.vllm.layer_reload import (
+    DirectWrites,
+    accept_bare_tower_names,
+    copy_biases,
+    drop_expert_kernels,
+    pack_heads,
+)
 from lockstep.rollout.weight_loading import (
     CheckpointParameters,
     ReaderSource,
@@ -351,3 +357,4 @@ def _picklable(error: Exception) -> Exception:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, LockstepTransferEngine)
+accept_bare_tower_names()

@@ -58,6 +58,13 @@ def test_only_vllm_needs_further_packages() -> None:
     assert warning.severity == "warning" and "hosts of engines" in warning.seen
 
 
+def test_vllm_computes_image_tokens_that_see_each_other_on_gpus_only() -> None:
+    gemma = replace(DEMAND, family="gemma3", on_cpu=True)
+    assert judge(vllm(), gemma)["images-attention"].severity == "error"
+    assert "images-attention" not in judge(run(), gemma) | judge(vllm(), replace(gemma, on_cpu=False))
+    assert "images-attention" not in judge(vllm(), replace(gemma, family="qwen3_vl"))
+
+
 def test_only_tensor_parallel_engines_need_shared_memory() -> None:
     assert "images-shm" not in judge(run())
     small = replace(DEMAND, shm_free=64 << 20, shm_other=0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lockstep.base.text import count_noun
 from lockstep.config.run_config import RunConfig
-from lockstep.config.vision import VLLM_PACKAGES
+from lockstep.config.vision import VLLM_GPU_FAMILIES, VLLM_PACKAGES
 from lockstep.doctor.check.rules.limit_rules import MIB, SHM_FIX, format_size
 from lockstep.doctor.output.findings import Finding
 
@@ -47,6 +47,8 @@ class ImageDemand:
     shm_free: int | None = None
     shm_other: int = 0
     """Bytes of /dev/shm that the run needs for other things: published weights, checkpoints in memory."""
+    on_cpu: bool = False
+    """Whether engines run on CPUs."""
     missing: tuple[str, ...] = ()
     """Packages that are not installed on this host, of those that vLLM imports to serve images with this family."""
 
@@ -73,6 +75,12 @@ def judge_images(config: RunConfig, demand: ImageDemand, environ: Mapping[str, s
     yield _judge_disk(demand)
     if config.needs_engines and config.rollout.engine.kind == "vllm":
         yield from _judge_packages(config, demand)
+        if demand.on_cpu and demand.family in VLLM_GPU_FAMILIES:
+            yield Finding(
+                "images-attention", "error", "", f"engines of vLLM serve images with {demand.family} on CPUs",
+                "its image tokens attend to each other, and vLLM's attention on CPUs is causal: the engine refuses it",
+                "set rollout.engine.kind=builtin, or use GPUs",
+            )  # fmt: skip
         yield from _judge_batch(config, demand)
         yield _judge_shm(config, demand, environ)
 
