@@ -173,7 +173,7 @@ def test_a_replay_uses_the_same_pixels_or_says_that_they_changed(qwen: Opener) -
     for image in prompt.images[1:3]:
         qwen.store.path(image.digest).unlink()
     assert restore_images([prompt], source, qwen.store) == (1, set())
-    assert restore_images([prompt], source, qwen.store) == 0
+    assert restore_images([prompt], source, qwen.store) == (0, set())
     qwen.store.path(prompt.images[2].digest).unlink()
     (qwen.tmp_path / "a.gif").write_bytes(animation(5, milliseconds=500))
     with pytest.raises(ImageChanged, match=r"image '.*a.gif#0' of sample 0:0 is not the one"):
