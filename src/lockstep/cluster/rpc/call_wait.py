@@ -92,7 +92,7 @@ class CallWait:
         self._resumed_at = 0.0
         self._noticed: dict[str, float] = {}
 
-    def wait(self) -> None:
+    def until_done(self) -> None:
         """Returns when all calls are done; raises the first failure."""
         _waits.add(self)
         try:

@@ -244,7 +244,7 @@ def gather_identical(pendings: Sequence[PendingResult[R]], why: str) -> R:
 
 def wait_for_calls(groups: Iterable[Sequence[PendingResult[Any]]], why: str, stall_s: float | None = None) -> None:
     """Waits for the calls of all groups, as `gather_results` does, and leaves their results encoded."""
-    CallWait([call for group in groups for call in _calls_of(group)], why, stall_s).wait()
+    CallWait([call for group in groups for call in _calls_of(group)], why, stall_s).until_done()
 
 
 def gather_outcomes(
@@ -255,7 +255,7 @@ def gather_outcomes(
     stalled: dict[PendingCall[R], Stalled] = {}
     while left:
         try:
-            CallWait(left, why, stall_s).wait()
+            CallWait(left, why, stall_s).until_done()
             break
         except Stalled as error:
             calls = [call for each in left for call in each.one_by_one() if not call.done()]
