@@ -24,7 +24,7 @@ from benchmarks.diagnosis import (
 from lockstep.doctor.judge.log_diagnosis import judge_job, read_job
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
 
-FLOORS: dict[Callable[[ReadCase], object], tuple[int, int]] = {by_case: (11, 6), by_family: (10, 4)}
+FLOORS: dict[Callable[[ReadCase], object], tuple[int, int]] = {by_case: (15, 8), by_family: (13, 6)}
 """Right classes and culprits on the development half, with the signatures of each case or family left out. They may
 only rise."""
 

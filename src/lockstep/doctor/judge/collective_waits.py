@@ -16,6 +16,7 @@ from lockstep.doctor.logs.stack_traces import (
     Traceback,
     TraceFrame,
 )
+from lockstep.doctor.logs.timestamps import DAY_S, TimestampParser
 
 _OPERATION_NAMES = (
     ("reduce_scatter", re.compile(r"reduce_?scatter")), ("allreduce", re.compile(r"all_?reduce")),
@@ -166,14 +167,18 @@ def waits_by_rank(history: JobHistory) -> Mapping[int, CollectiveWait]:
 
 
 def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait]) -> None:
-    """Adds the watchdogs' reports about ranks that timed out."""
+    """Adds the watchdogs' reports about ranks that timed out.
+
+    A report without a timestamp has that of an earlier line, which does not tell when the wait began.
+    """
     for timeout in history.timeouts:
         rank = timeout.origin.rank
         if rank is None:
             continue
         known, match = found.get(rank), timeout.match
         ran = timeout.ran_ms if timeout.ran_ms is not None else timeout.timeout_ms
-        started = None if match.when is None or ran is None else match.when - ran / 1000
+        dated = match.when is not None and TimestampParser(day=DAY_S).read(match.text) is not None
+        started = match.when - ran / 1000 if dated and match.when is not None and ran is not None else None
         if known is None:
             named = "" if timeout.seq is None and timeout.operation in ("send", "recv") else timeout.operation
             found[rank] = CollectiveWait(

@@ -14,7 +14,7 @@ from lockstep.doctor.logs import attempts, line_origin
 from lockstep.doctor.logs.attempts import earlier_attempts, last_attempt_start
 from lockstep.doctor.logs.line_origin import LineOrigin, ranks_by_pid
 from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch, StepCounter
-from lockstep.doctor.logs.stack_traces import TRACEBACK_START, Traceback, is_primary
+from lockstep.doctor.logs.stack_traces import TRACEBACK_START, Traceback, is_graceful, is_primary, names_trouble
 from lockstep.doctor.logs.step_progress import StepHistory
 from lockstep.doctor.logs.timestamps import TimestampParser
 
@@ -22,10 +22,6 @@ PERSISTENT_CLASSES = ("gpu_hardware_fault",)
 """Failure classes that persist in the next attempt on the same hosts."""
 _TAIL_LINES = 4
 """Number of last lines of a file that are searched for trouble."""
-_TROUBLE_WORDS = re.compile(
-    r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead)\b"
-    r"|^\[[^\]]{10,40} [EF] \d+ \d+\]|\berror:"
-)
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _MAX_RANKS = 100_000
 _EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
@@ -122,11 +118,17 @@ class JobHistory:
     def tracebacks(self) -> list[tuple[LineOrigin, float | None, Traceback, ParsedLog]]:
         """The last attempt's tracebacks after which the rank made no more steps."""
         return [
-            (origin.with_defaults(log.origin), when, traceback, log)
+            (self._raiser(origin.with_defaults(log.origin), traceback), when, traceback, log)
             for log in self.logs for origin, when, traceback in log.tracebacks
             if self.in_last_attempt(log.source, traceback.number)
+            and not is_graceful(traceback)
             and not self.steps.continued_after(log.source, origin.rank, traceback.number)
         ]  # fmt: skip
+
+    def _raiser(self, origin: LineOrigin, found: Traceback) -> LineOrigin:
+        """Returns the origin of an exception: of one that a driver prints, the rank whose process raised it."""
+        rank = self.rank_of_pid.get(found.pid) if found.pid is not None and origin.rank is None else None
+        return origin if rank is None else LineOrigin(rank, found.ip, origin.role, found.pid)
 
     @cached_property
     def ranks(self) -> frozenset[int]:
@@ -197,7 +199,9 @@ class JobHistory:
 
     @cached_property
     def rank_of_pid(self) -> Mapping[int, int]:
-        reports = [each.fields for each in self.facts("placed") + self.facts("exit")]
+        reports = [
+            {"pid": str(each.origin.pid or ""), **each.fields} for each in self.facts("placed") + self.facts("exit")
+        ]
         origins = [origin for log in self.logs for origin in log.origins] + [each.origin for each in self.matches]
         return ranks_by_pid(reports, origins, one_host=len(self.nodes) <= 1 and len(self.ranks) <= _RANKS_PER_HOST)
 
@@ -312,7 +316,7 @@ class JobHistory:
             )
             after = max((counter.line for counter in log.counters), default=0)
             last = [tail.text for tail in lines[-_TAIL_LINES:] if tail.line > after]
-            if log.source not in self.old_sources and any(_TROUBLE_WORDS.search(each) for each in last):
+            if log.source not in self.old_sources and any(map(names_trouble, last)):
                 return True
         return False
 

@@ -58,6 +58,7 @@ _STAMPS = (
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d(?: \d{4})?",
     r"[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d",
     r"\d\d/\d\d/\d{4} \d\d:\d\d:\d\d(?:[.,]\d+)?",
+    r"\d{8}-\d\d:\d\d:\d\d(?:[.,]\d+)?",
     r"\d\d:\d\d:\d\d(?:[.,]\d+)?",
 )
 _RANK = r"(?:[Gg]lobal[_ ]?)?(?:rank|Rank|RANK)"
@@ -213,7 +214,7 @@ def _with_prefix(origin: LineOrigin, found: re.Match[str]) -> LineOrigin:
     role = found["actor"] or found["daemon"] or origin.role
     worker = _VLLM_WORKER.match(role) if found["actor"] and rank is None else None
     process = found["pid"] or (_first_group(found, _PID_GROUPS) if origin.pid is None else "")
-    device = found["dev"] or found["blocal"]
+    device = found["dev"] or found["blocal"] or found["role"]
     return LineOrigin(
         int(worker["n"]) if worker else rank,
         host,
@@ -301,7 +302,18 @@ def with_exit_rank(origin: LineOrigin, fact: str | None, fields: Mapping[str, st
     return replace(origin, rank=int(rank), rank_is_label=False) if origin.rank_is_label and rank.isdigit() else origin
 
 
-def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], LineOrigin]:
+def local_rank_offset(reports: Iterable[Mapping[str, str]]) -> int:
+    """Returns by how much the ranks of a torchrun node exceed their local ranks; 0 if no report says it, or several
+    nodes report.
+
+    Args:
+        reports: Fields of lines, some with `rank` and `local`.
+    """
+    offsets = {int(each["rank"]) - int(each["local"]) for each in reports if each.get("rank") and each.get("local")}
+    return offsets.pop() if len(offsets) == 1 else 0
+
+
+def label_resolver(known: Mapping[int, set[int]], offset: int = 0) -> Callable[[LineOrigin], LineOrigin]:
     """Returns a function that replaces labels by ranks.
 
     If no line contradicts it, a label is the rank itself. Otherwise it stands for the only rank that appears with this
@@ -310,6 +322,7 @@ def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], Line
 
     Args:
         known: The result of `ranks_by_label`.
+        offset: The result of `local_rank_offset`, for labels that are local ranks.
     """
     label_counts: Counter[int | None] = Counter(rank for ranks in known.values() for rank in ranks)
     unique = {label: {rank for rank in ranks if label_counts[rank] == 1} for label, ranks in known.items()}
@@ -319,7 +332,9 @@ def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], Line
         if origin.label is None:
             return origin
         rank = origin.rank
-        if origin.rank_is_label and labels_differ:
+        if offset and origin.rank_is_label and origin.label == origin.local_rank:
+            rank = origin.label + offset
+        elif origin.rank_is_label and labels_differ:
             ranks = unique.get(origin.label, set())
             rank = min(ranks) if len(ranks) == 1 else None
         elif not labels_differ and label_counts[rank] > 1:

@@ -81,6 +81,7 @@ class LogParser:
         self._tail_lines: dict[LineOrigin, deque[tuple[int, float | None, str]]] = {}
         self._stamp: tuple[int, float] | None = None
         self._exception_lines: set[int] = set()
+        self._served = 0
 
     def read(self, pages: Iterator[Page]) -> ParsedLog:
         """Parses all pages of the source."""
@@ -109,7 +110,9 @@ class LogParser:
         reported = [
             line_origin.with_exit_rank(each.origin, each.rule.signature.fact, each.fields) for each in found.matches
         ]
-        self._resolve_labels(line_origin.label_resolver(line_origin.ranks_by_label([*found.origins, *reported])))
+        known = line_origin.ranks_by_label([*found.origins, *reported])
+        offset = line_origin.local_rank_offset(each.fields for each in found.matches)
+        self._resolve_labels(line_origin.label_resolver(known, offset))
         return found
 
     def _resolve_labels(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
@@ -166,7 +169,8 @@ class LogParser:
         origin, when = self._examine_line(number, line)
         if line and not line.isspace():
             rank_of = origin if origin.rank is not None else self.log.origin
-            key = LineOrigin(rank_of.rank, label=rank_of.label, rank_is_label=rank_of.rank_is_label)
+            local = rank_of.local_rank if rank_of.rank_is_label else None
+            key = LineOrigin(rank_of.rank, "", "", None, local, rank_of.label, rank_of.rank_is_label)
             lines = self._tail_lines.get(key)
             if lines is None:
                 lines = self._tail_lines[key] = deque(maxlen=LAST_LINES)
@@ -186,6 +190,9 @@ class LogParser:
             found.origins[origin] = number
         when = prefix.when if prefix.when is not None else self._stamp[1] if self._stamp else None
         counter = None if line.startswith(_SOURCE_INDENT, prefix.at) else step_progress.parse_step(line)
+        if counter is None and step_progress.serves(line):
+            self._served += 1
+            counter = 0, self._served, 0, False
         if counter is not None:
             rank = origin if origin.rank is not None else _with_rank(origin, line_origin.mentioned_rank(line))
             found.counters.append(StepCounter(rank.with_defaults(found.origin), number, when, *counter))
@@ -290,6 +297,8 @@ class LogParser:
             match = rule.match(text)
             if match is not None:
                 fields = {"where": found.where, "exception": found.type, "ip": found.ip, **rule.fields(match)}
+                if found.pid is not None:
+                    fields.setdefault("pid", str(found.pid))
                 self._add_match(RuleMatch(rule, origin, when, self.log.name, self.log.source, found.number,
                                     found.text, fields, found))  # fmt: skip
 

@@ -24,10 +24,10 @@ _CHAIN = re.compile(r"The above exception was the direct cause|During handling o
 _RAY_ERROR = re.compile(
     r"^(?:ray\.exceptions\.)?"
     r"(?:RayTaskError|\w*Actor\w*Error: The actor died because of an error raised in its creation task)"
-    r".*?\(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?"
+    r".*?\(pid=(?P<pid>\d+)(?:, ip=(?P<ip>[\w.:]+))?"
 )
 """The line with which Ray introduces the traceback of a remote task."""
-_RAY_TASK = re.compile(r"ray::\S+ \(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?")
+_RAY_TASK = re.compile(r"ray::\S+ \(pid=(?P<pid>\d+)(?:, ip=(?P<ip>[\w.:]+))?")
 LIBRARY_FILE = re.compile(
     r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"
 )
@@ -49,6 +49,15 @@ _WRAPPER_EXCEPTIONS = re.compile(
     r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
 )
 """Exceptions that only report another failure."""
+_TROUBLE_WORDS = re.compile(
+    r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead)\b"
+    r"|^\[[^\]]{10,40} [EF] \d+ \d+\]|\berror:"
+)
+_NO_TROUBLE = re.compile(
+    r"(?i)\b(?:0|no|zero) (?:\w+ )?(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b"
+    r"|\b(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b ?[=:] ?0\b|\bCancelledError\b|\bSystemExit: 0$"
+)
+"""A count of no errors, or an exit as intended."""
 _MAX_LINES = 200
 _MESSAGE_LINES = 16
 """Maximum number of lines of a message."""
@@ -85,6 +94,8 @@ class Traceback:
     chained: bool = False
     ip: str = ""
     """The address of the node on which a remote task raised the exception."""
+    pid: int | None = None
+    """The process of that task."""
 
     @property
     def is_last_line_only(self) -> bool:
@@ -104,6 +115,17 @@ class Traceback:
         """The user frame as text."""
         frame = self.user_frame
         return "" if frame is None else f"{frame.function}() at {frame.file.rsplit('/', 1)[-1]}:{frame.line}"
+
+
+def is_graceful(found: Traceback) -> bool:
+    """Whether an exception ends a task or process as intended: exit code 0, or the cancellation of a task."""
+    kind = found.type.rsplit(".", 1)[-1]
+    return kind == "CancelledError" or (kind == "SystemExit" and found.message.strip() in ("", "0", "None"))
+
+
+def names_trouble(text: str) -> bool:
+    """Whether a line names an error, a kill or an abort, and does not count none."""
+    return _TROUBLE_WORDS.search(_NO_TROUBLE.sub("", text)) is not None
 
 
 def is_primary(found: Traceback) -> bool:
@@ -169,12 +191,22 @@ def parse_traceback(numbered: Sequence[tuple[int, str]]) -> Traceback | None:
             frames.clear()
             address = (remote["ip"] or "").rstrip(",")
             ray_error = Traceback(
-                error["type"], error["message"] or "", (), number, numbered[0][0], line.strip(), ip=address
+                error["type"],
+                error["message"] or "",
+                (),
+                number,
+                numbered[0][0],
+                line.strip(),
+                ip=address,
+                pid=int(remote["pid"]),
             )
             continue
         chained = any(_CHAIN.search(each) for _, each in numbered[at + 1 : at + 4])
         address = ray_error.ip if ray_error else (task["ip"] or "").rstrip(",") if task else ""
-        return Traceback(error["type"], message, tuple(frames), number, numbered[0][0], line.strip(), chained, address)
+        pid = ray_error.pid if ray_error else int(task["pid"]) if task else None
+        return Traceback(
+            error["type"], message, tuple(frames), number, numbered[0][0], line.strip(), chained, address, pid
+        )
     return ray_error
 
 

@@ -17,14 +17,17 @@ _STEP = re.compile(
     r"|\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<"
     r"|Epoch:? ?\[(?P<epoch>\d+)\](?: ?\[ *(?P<in>\d+)/(?P<last>\d+)\])?"
     r"|\b[Ee]poch[ =:]{1,2}(?P<epochs>\d{1,6})(?:/(?P<epochs_of>\d+))?\b"
+    r"|(?:^|[\s:\]])\[ ?(?P<square>\d{1,9})\](?= ?[\w/]*(?:loss|acc|reward|return|ppl|grad|score)\w*[=: ]+-?[\d.])"
+    r"|\b(?:Train|Test|Val\w{0,8}|Eval\w{0,6}):? ?(?:\[\d+\])?\[ *(?P<within>\d{1,9})/(?P<within_of>\d{1,9})\]"
     r"|\b(?:rows|samples|requests|prompts|episodes|documents|tasks|images|examples|trials|trajectories)(?: \w+)?"
     r"[ =:]{1,2}(?P<count>\d+)\b|\b(?:rollout|episode|game|sample|request|trial|question) #?(?P<number>\d+)\b"
 )
 _BAR = re.compile(r"\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<")
 _WITHIN = re.compile(
-    r"(?i)\b(?:step|iteration|iter|batch|it)s?[ =:#\[(]{1,12}(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
+    r"(?i)(?:\b(?:step|iteration|iter|batch|it)s?[ =:#\[(]{1,12}|\[ *)(?P<step>\d{1,9})"
+    r"(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
 )
-"""A counter after the number of an epoch: `epoch 3 batch 11`."""
+"""A counter after the number of an epoch: `epoch 3 batch 11`, `Epoch 3 [ 10/400]`."""
 _ROW = re.compile(r"\{.*['\"]epoch['\"]: ?['\"]?(?P<at>\d{1,6}(?:\.\d+)?(?:e-?\d{1,2})?)")
 """Rows of transformers' and TRL's trainers, which count fractions of an epoch: `{'loss': 0.61, ..., 'epoch': 0.12}`,
 with quoted numbers from release 5 on."""
@@ -44,8 +47,9 @@ def parse_step(line: str) -> tuple[int, int, int, bool] | None:
     if found is None:
         return None
     epoch = int(found["epoch"] or found["epochs"] or 0)
-    step = found["step"] or found["bar"] or found["in"] or found["count"] or found["number"]
-    of = found["of"] or found["total"] or found["last"] or found["epochs_of"] or 0
+    step = found["step"] or found["bar"] or found["in"] or found["within"]
+    step = step or found["square"] or found["count"] or found["number"]
+    of = found["of"] or found["total"] or found["last"] or found["within_of"] or found["epochs_of"] or 0
     return epoch, int(step) if step is not None else 0, int(of), found["bar"] is not None
 
 
@@ -61,6 +65,16 @@ def _step_within_epoch(line: str, epoch: re.Match[str] | None) -> tuple[int, int
         return None
     epochs, fraction = divmod(float(row["at"]), 1.0)
     return int(epochs), round(fraction * _UNITS_PER_EPOCH), 0, False
+
+
+_SERVED = re.compile(
+    r"\"POST /\S{1,200} HTTP/\d(?:\.\d)?\" 2\d\d\b|\bgen(?:eration)? throughput[^\d]{1,20}(?=[\d.]*[1-9])[\d.]"
+)
+
+
+def serves(line: str) -> bool:
+    """Whether a line of a server shows work done: a request that succeeded, or tokens generated in an interval."""
+    return ("POST" in line or "throughput" in line) and _SERVED.search(line[:_HEAD_CHARS]) is not None
 
 
 FEW_STEPS = 2

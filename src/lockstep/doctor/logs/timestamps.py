@@ -13,6 +13,10 @@ _ISO = re.compile(
     r"(?P<year>20\d\d|19[789]\d)[-/](?P<month>\d\d?)[-/](?P<day>\d\d?)[T _](?P<h>\d\d?):(?P<m>\d\d):(?P<s>\d\d)"
     r"(?:[.,](?P<f>\d{1,9}))?\s?(?P<zone>Z|[+-]\d\d:?\d\d)?"
 )
+_COMPACT = re.compile(
+    r"(?<!\d)(?P<year>20\d\d)(?P<month>0[1-9]|1[0-2])(?P<day>[0-3]\d)-(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"
+    r"(?:[.,](?P<f>\d{1,9}))?"
+)
 _GLOG = re.compile(
     r"\b[IWEFDC](?P<year>20\d\d)?(?P<month>\d\d?)(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)\.(?P<f>\d{3,9})"
 )
@@ -53,7 +57,7 @@ class TimestampParser:
     def read(self, line: str) -> float | None:
         """Returns the timestamp of a line; None if it has none."""
         head = line[:_HEAD_CHARS]
-        found = _ISO.search(head)
+        found = _ISO.search(head) or _COMPACT.search(head)
         if found:
             self.year = int(found["year"])
             return self._remember_day(_seconds_since_epoch(found, self.year, int(found["month"])))

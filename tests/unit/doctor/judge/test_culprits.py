@@ -331,3 +331,24 @@ def test_a_container_common_to_all_lines_is_not_the_culprit(tmp_path: Path) -> N
 def test_a_message_that_lists_culprits_names_more_than_the_structure_shows(tmp_path: Path) -> None:
     message = [*watchdog(0, seq=39, numel=1025), *watchdog(22, seq=39, numel=262144), MISMATCH]
     assert names(judged(tmp_path, job=message)) == [22, 110]
+
+
+def test_the_default_number_of_torchrun_is_a_local_rank(tmp_path: Path) -> None:
+    table = ["  host      : gpu-1", "  rank      : 5 (local_rank: 1)", "  exitcode  : 1 (pid: 905)"]
+    failed = [each.replace("[rank1]: ", "[default1]:") for each in raised(1, "ValueError: rows differ in length")]
+    verdict = judged(tmp_path, gpu_1=[*failed, "Root Cause (first observed failure):", "[0]:", *table])
+    assert names(verdict) == [5]
+
+
+def test_the_pid_of_a_remote_error_is_that_of_a_rank(tmp_path: Path) -> None:
+    placed = [f"(Worker pid={700 + rank}, ip=10.2.0.1) initialized rank {rank} of 4" for rank in range(4)]
+    error = [
+        "Traceback (most recent call last):",
+        '  File "/opt/rl/main.py", line 20, in <module>',
+        "    ray.get(refs)",
+        "ray.exceptions.RayTaskError(IndexError): ray::Worker.update() (pid=702, ip=10.2.0.1, actor_id=ab)",
+        '  File "/opt/rl/worker.py", line 73, in update',
+        "    ratio = new[mask] - old",
+        "IndexError: list index out of range",
+    ]
+    assert names(judged(tmp_path, driver=[*placed, *error])) == [2]

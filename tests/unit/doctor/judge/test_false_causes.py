@@ -135,3 +135,17 @@ def test_wrapped_lines(tmp_path: Path) -> None:
     assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [2]
     assert verdict.collective is not None and verdict.collective.operation == "allreduce"
     assert all(each.text in broken[each.line - 1] for each in verdict.evidence if each.line)
+
+
+@pytest.mark.parametrize("end", ["asyncio.exceptions.CancelledError", "SystemExit: 0", "SystemExit"])
+def test_an_exit_as_intended_is_no_failure(tmp_path: Path, end: str) -> None:
+    assert explain([write(tmp_path, rank0=[*steps(0, 9), *raised(0, end)])]).verdict.cause == "benign"
+
+
+def test_a_non_zero_exit_is_a_failure(tmp_path: Path) -> None:
+    assert explain([write(tmp_path, rank0=[*steps(0, 9), *raised(0, "SystemExit: 3")])]).verdict.cause != "benign"
+
+
+@pytest.mark.parametrize("end", ["40 updates, 0 failed, 0 ERROR lines", "done in 9 s, errors: 0", "no errors"])
+def test_a_count_of_no_errors_is_no_trouble(tmp_path: Path, end: str) -> None:
+    assert explain([write(tmp_path, rank0=[*steps(0, 9), end])]).verdict.cause == "benign"

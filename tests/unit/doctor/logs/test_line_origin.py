@@ -20,8 +20,9 @@ from lockstep.doctor.logs.timestamps import TimestampParser
     ("line", "origin", "rest"),
     [
         ("[rank3]: RuntimeError: x", LineOrigin(3), " RuntimeError: x"),
-        ("[default4]:[rank12]:   File", LineOrigin(12, label=4), "   File"),
-        ("[default4]:words", LineOrigin(4, label=4, rank_is_label=True), "words"),
+        ("[default4]:[rank12]:   File", LineOrigin(12, local_rank=4, label=4), "   File"),
+        ("20251118-05:30:00 [rank 3] words", LineOrigin(3), " words"),
+        ("[default4]:words", LineOrigin(4, local_rank=4, label=4, rank_is_label=True), "words"),
         ("0: [rank3]: words", LineOrigin(3, label=0), " words"),
         ("[1,0]<stderr>:[rank3]: words", LineOrigin(3, label=0), " words"),
         ("[1,mpirank:4,algo-1]<stderr>:words", LineOrigin(4, host="algo-1", label=4, rank_is_label=True), "words"),

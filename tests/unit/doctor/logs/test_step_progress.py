@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.doctor.logs.step_progress import parse_step
+from lockstep.doctor.logs.step_progress import parse_step, serves
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,10 @@ from lockstep.doctor.logs.step_progress import parse_step
         (" 45%|####  | 45/100 [00:10<00:12, 4.5it/s]", (0, 45, 100, True)),
         ("Epoch 2:  45%|####  | 45/100 [00:10<00:12, 4.5it/s, v_num=0]", (2, 45, 100, True)),
         ("Epoch: [3][ 20/100]", (3, 20, 100, False)),
+        ("Epoch 3 [ 20/100] loss 0.5", (3, 20, 100, False)),
+        ("Test: [ 20/79]  Time 0.1", (0, 20, 79, False)),
+        ("[00120] loss=0.28 lr=5e-2", (0, 120, 0, False)),
+        ("[4711] exit code 1", None),
         ("epoch 3/5", (3, 0, 5, False)),
         ("[rank1] epoch 4 batch 11 loss 0.75", (4, 11, 0, False)),
         ("Epoch: 2, Step: 30/100, loss 0.5", (2, 30, 100, False)),
@@ -26,3 +30,17 @@ from lockstep.doctor.logs.step_progress import parse_step
 )
 def test_parse_step(line: str, expected: tuple[int, int, int, bool] | None) -> None:
     assert parse_step(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "work"),
+    [
+        ('INFO:     10.4.0.2:50001 - "POST /v1/completions HTTP/1.1" 200 OK', True),
+        ('INFO:     10.4.0.2:50001 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error', False),
+        ('INFO:     10.4.0.2:50001 - "GET /health HTTP/1.1" 200 OK', False),
+        ("Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 21.5 tokens/s, Running: 3 reqs", True),
+        ("Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, Running: 3 reqs", False),
+    ],
+)
+def test_work_of_a_server(line: str, work: bool) -> None:
+    assert serves(line) is work

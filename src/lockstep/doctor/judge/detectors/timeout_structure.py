@@ -46,6 +46,12 @@ _RUNTIME_LINE = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
 """Lines of background threads, which print even while the rank is stuck."""
 
 
+_ENDED = re.compile(
+    r"(?i)\b(?:saved|wrote|written|stored|loaded|exported|evaluated|consumed|finished|completed|done)\b|\btook \d"
+)
+"""A line that reports the end of an activity, after which the rank did something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class WaitingRanks:
     """The ranks that waited in a collective at the end, and those that did not."""
@@ -305,6 +311,8 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
             cls = class_of_activity(each.text)
             if cls == "uneven_data" and _all_out_of_data(waiting):
                 continue
+            if cls != "uneven_data" and not during and _ENDED.search(each.text):
+                return None
             if cls is not None:
                 return cls, 0.7 if during else 0.55
     return ("slow_collective_timeout", 0.5) if logged_meanwhile else None

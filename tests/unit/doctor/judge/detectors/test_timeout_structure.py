@@ -242,3 +242,13 @@ def test_a_rank_that_finished_after_its_peers_gave_up_was_slow(tmp_path: Path) -
     assert verdict.cause == "slow_collective_timeout" and ranks(verdict) == [3]
     assert judged(tmp_path / "b", all=[*ends, late.format("checkpoint", 611.8)]).cause == "checkpoint_timeout"
     assert judged(tmp_path / "c", all=[*ends, late.format("rollout", 11.8)]).cause != "slow_collective_timeout"
+
+
+def test_a_save_that_ended_before_the_wait_is_not_what_a_silent_rank_does(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 20), "2026-11-21 14:10:20,000 saved checkpoint to out/step_20 (took 4.1 s)"],
+        rank1=[*steps(1, 20), *waited(1, "all_reduce", line=54)],
+        rank2=[*steps(2, 20), *waited(2, "all_reduce", line=54)],
+    )
+    assert verdict.cause == "unknown" and ranks(verdict) == [0]
