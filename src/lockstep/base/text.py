@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -73,3 +73,16 @@ def summarize_list(items: Sequence[T], limit: int, name: Callable[[T], str] = st
     """Lists the first items and counts the others: `a, b and 3 more`. Empty if there are no items."""
     few = ", ".join(name(each) for each in items[:limit])
     return few + (f" and {len(items) - limit} more" if len(items) > limit else "")
+
+
+def content_text(content: Any) -> str | None:
+    """Returns the content of a conversation's message as text, with `<image>` for each image; None if it has parts of
+    other kinds, or is neither text nor parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        return None
+    parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
+    if any(part.get("type") not in ("text", "image") for part in parts):
+        return None
+    return "".join("<image>" if part["type"] == "image" else str(part.get("text") or "") for part in parts)

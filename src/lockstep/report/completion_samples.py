@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from lockstep.base.secrets import redact_text
-from lockstep.data.images.image_content import content_text
+from lockstep.base.text import content_text
 from lockstep.ledger.sqlite_index import CompletionSample
 
 STORED_CHARS = 4000

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from lockstep.base.text import content_text
 from lockstep.config.reward import ModelReward, ScoreNormalization
 from lockstep.data.forest import Forest
 from lockstep.data.forest_builder import forest_of_scored_texts
-from lockstep.data.images.image_content import content_text
 from lockstep.data.samples import Episode, Prompt
 from lockstep.data.template_limits import render_chat
 from lockstep.models.model_loader import load_model_config, load_tokenizer

@@ -83,19 +83,6 @@ def split_at_markers(text: str) -> list[dict[str, Any]]:
     return parts
 
 
-def content_text(content: Any) -> str | None:
-    """Returns the content of a message as text, with a marker for each image; None if it has parts of other kinds, or
-    is neither text nor parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        return None
-    parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
-    if any(part.get("type") not in ("text", *_IMAGE_KINDS) for part in parts):
-        return None
-    return "".join(MARKER if part["type"] in _IMAGE_KINDS else str(part.get("text") or "") for part in parts)
-
-
 def _mismatch(column: str | None, found: int, count: int) -> BadRow:
     problem = f"the prompt has {count_noun(found, 'marker')} {MARKER} and the row has {count_noun(count, 'image')}"
     return BadRow(column, problem, "Write one marker for each image, or none to have the images first.")
