@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.base.text import count_noun, first_line, last_line, summarize_list
+from lockstep.base.text import content_text, count_noun, first_line, last_line, summarize_list
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,10 @@ def test_first_and_last_line_of_an_error(text: str, first: str, last: str) -> No
 )
 def test_things_are_counted_in_singular_or_plural(count: float, noun: str, text: str) -> None:
     assert count_noun(count, noun) == text
+
+
+def test_the_content_of_a_message_as_text() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": " where?"}, "here"]
+    assert content_text(parts) == "<image> where?here"
+    assert content_text("a") == "a" and content_text(None) == ""
+    assert content_text([{"type": "video"}]) is None and content_text({"a": 1}) is None
