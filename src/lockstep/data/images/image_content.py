@@ -9,9 +9,11 @@ from lockstep.data.dataset_rows import BadRow
 
 MARKER, VIDEO_MARKER = IMAGE_MARKER, "<video>"
 """Stand for an image and for a video in a text, as in the data of LLaVA, VLM-R1, verl, EasyR1 and ms-swift."""
+VIDEO_PARTS = ("video", "video_url", "input_video")
+"""The types that a message's part with a video may have."""
 _PART_KINDS = {
     "image": IMAGE_PARTS,
-    "video": ("video", "video_url", "input_video"),
+    "video": VIDEO_PARTS,
 }
 _DATA_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 VIDEO_KEYS = ("bytes", "video", "video_url", "path", "url", "frames")
@@ -149,7 +151,7 @@ def _kept(column: MediaColumn) -> Any:
 
 def _place_in_messages(messages: list[_Message], column: MediaColumn) -> list[_Message]:
     """Puts the values of a column into parts, beside their types."""
-    if any(_is_kind(part, column.kind) for part in _parts_of(messages)):
+    if any(_is_kind(part, column.kind) for part in message_parts(messages)):
         return _fill_parts(messages, column)
     if not column.has_markers:
         return messages
@@ -175,7 +177,8 @@ def split_at_markers(text: str, marker: str = MARKER) -> list[dict[str, Any]]:
     return parts
 
 
-def _parts_of(messages: Sequence[_Message]) -> list[dict[str, Any]]:
+def message_parts(messages: Sequence[_Message]) -> list[dict[str, Any]]:
+    """Returns the parts of all messages that consist of parts."""
     contents = [message.get("content") for message in messages]
     return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
 

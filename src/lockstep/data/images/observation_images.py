@@ -16,7 +16,7 @@ from lockstep.base.text import count_noun
 from lockstep.config.data import DatasetConfig
 from lockstep.config.vision import ImageDataConfig
 from lockstep.data.dataset_rows import BadRow
-from lockstep.data.images.image_content import MediaColumn, RowVideo, UnusableImage, place_media
+from lockstep.data.images.image_content import VIDEO_PARTS, MediaColumn, UnusableImage, message_parts, place_media
 from lockstep.data.images.image_errors import ImageRefused
 from lockstep.data.images.image_loader import ImageLoader, LoadedImage
 from lockstep.data.images.image_processor import ImageProcessor
@@ -63,14 +63,16 @@ def with_image_files(messages: Sequence[Message], images: Sequence[Any], base: P
             parts than images.
     """
     try:
-        columns = [MediaColumn("image", _LIST if images else None, list(images)), MediaColumn("video")]
-        placed, values = place_media(list(messages), columns)
+        for part in message_parts(messages):
+            if part.get("type") in VIDEO_PARTS:
+                raise UnusableObservation(
+                    f"a message has a part of type {part['type']!r}: answer with frames, as images"
+                )
+        placed, values = place_media(list(messages), [MediaColumn("image", _LIST if images else None, list(images))])
         assert isinstance(placed, list)
         finder = ImageFinder(ImageDataConfig(max_pixels_in_file=max_pixels), str(base))
         files = []
         for number, value in enumerate(values):
-            if isinstance(value, RowVideo):
-                raise UnusableObservation("it has a video: answer with its frames, as images")
             image = finder.find(value, f"image {number}")
             _ = image.size  # from the beginning of the file, before anything else is decoded
             files.append(image.as_file())
