@@ -98,8 +98,7 @@ def is_image_part(part: Any) -> bool:
 
 def image_parts(messages: Sequence[Message]) -> list[Message]:
     """Returns the parts of messages that stand for images."""
-    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    return [part for content in contents for part in content if is_image_part(part)]
+    return [part for part in message_parts(messages) if is_image_part(part)]
 
 
 class ObservationStore(ImageStore):
