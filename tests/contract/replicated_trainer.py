@@ -260,6 +260,9 @@ class ReplicatedPlanner(TrainerPlanner):
             if is_set:
                 raise TrainerUnsupported(KIND, setting, "leave it out, or set trainer.kind=fsdp2")
 
+    def compiles_layers(self, role: TrainRole) -> bool:
+        return False
+
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         return {
             "weights": 4 * model.parameters,

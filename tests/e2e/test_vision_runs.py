@@ -115,6 +115,34 @@ def test_a_run_is_resumed_only_with_the_images_that_it_began_with(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_run_is_resumed_only_with_the_videos_that_it_began_with(tmp_path: Path) -> None:
+    home = picture_task(tmp_path)
+    clip, other = home / "data" / "clip.gif", home / "data" / "other.gif"
+    for seed, path in enumerate((clip, other)):
+        first, *others = (Image.open(io.BytesIO(picture(10 * seed + number))) for number in range(2))
+        first.save(path, save_all=True, append_images=others, duration=500)
+    rows = [{"prompt": f"<video>{digit}=", "videos": ["clip.gif"], "completion": str(digit)} for digit in range(8)]
+    data = home / "data" / "clips.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = config(home, "pictures-sft", name="clips", steps=2, batch_size=4, evaluation=None)
+    run = home / "runs" / "clips"
+    launched = Launched.start(run, str(write(home, values | {"data": {"path": str(data)}})), hold=HELD)
+    launched.wait_for("train", 1)
+    launched.kill()
+    before = clip.read_bytes()
+    shutil.copyfile(other, clip)
+    refused = Launched.resume(run)
+    assert refused.finish() == 2
+    assert f"row 0: image '{clip}' (was {hashlib.sha256(before).hexdigest()[:32]}" in " ".join(
+        refused.printed().split()
+    )
+    clip.write_bytes(before)
+    resumed = Launched.resume(run)
+    assert resumed.finish() == 0, resumed.text()
+    assert sum(1 for _ in (run / "images").rglob("*.safetensors")) == 2, "each frame is prepared once"
+
+
+@pytest.mark.slow
 def test_rows_of_changed_images_are_left_out_of_a_resumed_run(tmp_path: Path) -> None:
     """One prompt's completions wait for training, without its prepared pixels; another was not submitted yet."""
     home = picture_task(tmp_path)

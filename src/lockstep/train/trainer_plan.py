@@ -34,6 +34,9 @@ class TrainerPlanner(Protocol):
         """Checks that this kind of trainer implements every setting of the role, beyond what the attributes say. Raises
         TrainerUnsupported."""
 
+    def compiles_layers(self, role: TrainRole) -> bool:
+        """Whether layers can be compiled under the role's settings."""
+
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes that one rank needs on its device, by part, without the libraries. The parts that
         offloading moves are `weights` and `optimizer`; `gathered`, `gradients`, `activations`, `images` and `logits`

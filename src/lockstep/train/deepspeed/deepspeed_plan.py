@@ -37,7 +37,7 @@ class DeepSpeedPlanner(TrainerPlanner):
         if role.model.quantization is not None:
             raise TrainerUnsupported(KIND, role.field("model.quantization"), f"leave it out, or set {field}=fsdp2")
         path = role.field("trainer.deepspeed.zero_optimization")
-        if trainer.compile == "layers" and not may_change_layers(role):
+        if trainer.compile == "layers" and not self.compiles_layers(role):
             remedy = f"leave it out, or set {path}.stage=1 without overlap_comm, or {field}=fsdp2"
             raise TrainerUnsupported(KIND, role.field("trainer.compile"), remedy)
         if trainer.replicas > 1:
@@ -52,6 +52,9 @@ class DeepSpeedPlanner(TrainerPlanner):
             raise TrainerUnsupported(KIND, setting, "stage 3 frees gathered parameters: leave it out, or set stage 2")
         _check_settings(role)
         require_deepspeed(field)
+
+    def compiles_layers(self, role: TrainRole) -> bool:
+        return may_change_layers(role)
 
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes of one rank (Rajbhandari et al. 2020, section 3.1). Beside the parameters in compute

@@ -41,6 +41,9 @@ class FSDP2Planner(TrainerPlanner):
             remedy = f"quantized weights stay on the GPU: set {offload}=false"
             raise TrainerUnsupported(role.trainer.kind, f"{quantization} with {offload}", remedy)
 
+    def compiles_layers(self, role: TrainRole) -> bool:
+        return True
+
     def memory(self, role: TrainRole, model: ModelFacts, token_budget: int) -> dict[str, int]:
         """Estimates the bytes of one rank: its shard of fp32 weights, gradients and two Adam moments (Rajbhandari et
         al. 2020, section 3.1), the root and two layers that FSDP2 gathers in compute precision, the activations of one

@@ -52,8 +52,11 @@ def test_layers_are_compiled_only_where_the_gain_is_known() -> None:
     assert "with an adapter" in str(obstacle(replace(MODEL, adapter=AdapterFacts(8, 4, 0))))
     assert "routers" in str(obstacle(replace(MODEL, router_aux_loss=0.01)))
     assert "Mamba has no attention" in str(obstacle(replace(MODEL, layout_refusal="Mamba has no attention")))
-    deepspeed = config(trainer={"compile": "auto", "kind": "deepspeed"}).policy
-    assert "deepspeed" in str(compile_obstacle(deepspeed, MODEL, True, True))
+    for stage, compiles in ((0, True), (1, True), (2, False), (3, False)):
+        settings = {"zero_optimization": {"stage": stage}}
+        deepspeed = config(trainer={"compile": "auto", "kind": "deepspeed", "deepspeed": settings}).policy
+        found = compile_obstacle(deepspeed, MODEL, True, True)
+        assert (found is None) == compiles and (compiles or "deepspeed" in str(found))
 
 
 @given(
