@@ -27,6 +27,7 @@ from test_recovery import assert_like_reference, begin, kill_worker, recoveries
 
 from lockstep.config.loader import load_config
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.step_file import read_step_file
 from lockstep.models.vision.tiny_vision import make_tiny_vision
 from lockstep.run.planning.prepare import dry_run
 
@@ -169,3 +170,31 @@ def test_rows_of_changed_images_are_left_out_of_a_resumed_run(tmp_path: Path) ->
         later = {uid for uid, step in ledger.prompts_used().items() if step > 1}
     assert f"0:{coming}" not in later and left_out in (1.0, 2.0), "the last may be of a step that the run has not"
     assert "data/left_out" in metric_rows(run)[1]
+
+
+def test_a_run_with_videos(tmp_path: Path) -> None:
+    """GRPO with an animation and a folder of frames: the ledger names the frames, whose pixels are files."""
+    letters = "abxwht?0123456789<>. secod"
+    make_tiny_vision(tmp_path / "model", family="qwen3_vl", max_length=256, alphabet=letters)
+    frames = [Image.open(io.BytesIO(picture(seed))) for seed in range(3)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], duration=500, lossless=True)
+    (tmp_path / "clip").mkdir()
+    for number, frame in enumerate(frames[:2]):
+        frame.save(tmp_path / "clip" / f"{number}.png")
+    asked = [{"role": "user", "content": "<video>what?"}]
+    rows = [{"prompt": asked, "videos": [{"video": name}], "answer": "x"} for name in ("a.webp", "clip")]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "recipe": "grpo", "name": "videos", "folder": str(tmp_path / "runs"), "steps": 2, "prompts_per_step": 2,
+        "group_size": 2, "token_budget": 512, "model": {"path": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "train.jsonl")}, "reward": {"terms": [{"kind": "exact_match"}]},
+        "rollout": {"sampling": {"max_tokens": 4}},
+    }  # fmt: skip
+    run = train(tmp_path, values)
+    stored = read_step_file(run / "steps" / "00000002.arrow", 1)
+    images = sorted((group.prompt.images for group in stored.rollouts.groups), key=len)
+    assert [image.source for image in images[0]] == [str(tmp_path / "clip" / f"{number}.png") for number in range(2)]
+    assert [image.origin for image in images[1]] == [f"{tmp_path}/a.webp#{number}" for number in range(3)]
+    for image, frame in zip(images[1], frames, strict=True):
+        with Image.open(image.source) as kept:
+            np.testing.assert_array_equal(np.asarray(kept), np.asarray(frame))
