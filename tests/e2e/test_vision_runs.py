@@ -1,4 +1,5 @@
-"""Runs whose data holds the images itself: nothing is written before the run's folder exists, then all are kept."""
+"""Runs whose data holds the images itself: nothing is written before the run's folder exists, then all are kept. Runs
+whose data has videos."""
 
 import base64
 import io
@@ -11,6 +12,7 @@ from harness import train, write
 from PIL import Image
 
 from lockstep.config.loader import load_config
+from lockstep.ledger.step_file import read_step_file
 from lockstep.models.vision.tiny_vision import make_tiny_vision
 from lockstep.run.planning.prepare import dry_run
 
@@ -44,3 +46,31 @@ def test_images_in_the_data_are_kept_in_the_folder_of_a_run_and_of_no_dry_run(tm
     kept = [path.read_bytes() for path in (run / "images").rglob("*.original")]
     assert sorted(kept) == sorted(pictures)
     assert all("base64" not in path.read_text() for path in (run / "logs").rglob("*.log"))
+
+
+def test_a_run_with_videos(tmp_path: Path) -> None:
+    """GRPO with an animation and a folder of frames: the ledger names the frames, whose pixels are files."""
+    letters = "abxwht?0123456789<>. secod"
+    make_tiny_vision(tmp_path / "model", family="qwen3_vl", max_length=256, alphabet=letters)
+    frames = [Image.open(io.BytesIO(picture(seed))) for seed in range(3)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], duration=500, lossless=True)
+    (tmp_path / "clip").mkdir()
+    for number, frame in enumerate(frames[:2]):
+        frame.save(tmp_path / "clip" / f"{number}.png")
+    asked = [{"role": "user", "content": "<video>what?"}]
+    rows = [{"prompt": asked, "videos": [{"video": name}], "answer": "x"} for name in ("a.webp", "clip")]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "recipe": "grpo", "name": "videos", "folder": str(tmp_path / "runs"), "steps": 2, "prompts_per_step": 2,
+        "group_size": 2, "token_budget": 512, "model": {"path": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "train.jsonl")}, "reward": {"terms": [{"kind": "exact_match"}]},
+        "rollout": {"sampling": {"max_tokens": 4}},
+    }  # fmt: skip
+    run = train(tmp_path, values)
+    stored = read_step_file(run / "steps" / "00000002.arrow", 1)
+    images = sorted((group.prompt.images for group in stored.rollouts.groups), key=len)
+    assert [image.source for image in images[0]] == [str(tmp_path / "clip" / f"{number}.png") for number in range(2)]
+    assert [image.origin for image in images[1]] == [f"{tmp_path}/a.webp#{number}" for number in range(3)]
+    for image, frame in zip(images[1], frames, strict=True):
+        with Image.open(image.source) as kept:
+            np.testing.assert_array_equal(np.asarray(kept), np.asarray(frame))
