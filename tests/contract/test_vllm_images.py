@@ -14,8 +14,8 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import BuiltinEngineConfig
 from lockstep.config.rollout import VllmEngineConfig as Config
 from lockstep.config.vision import VLLM_PACKAGES, VisionConfig
+from lockstep.data.images.image_processor import with_pixel_limits
 from lockstep.data.images.image_store import ImageStore
-from lockstep.data.images.size_processor import with_pixel_limits
 from lockstep.data.samples import PlacedImage
 from lockstep.models.errors import ModelError
 from lockstep.models.vision.model_parts import parameter_parts

@@ -330,10 +330,10 @@ def load_image_processor(
         remedy = "Its config.json needs image_token_id."
         raise ImageProcessorError(cfg.path, "marks no token as the place of a feature", remedy)
     found = ImageProcessor(processor, feature_token, cfg.path, _has_three_axes(config.get_text_config()))
-    return _with_pixel_limits(found, cfg.vision)
+    return with_pixel_limits(found, cfg.vision)
 
 
-def _with_pixel_limits(processor: ImageProcessor, vision: VisionConfig) -> ImageProcessor:
+def with_pixel_limits(processor: ImageProcessor, vision: VisionConfig) -> ImageProcessor:
     """Returns a processor that resizes images to at least `min_pixels` and at most `max_pixels`.
 
     Raises:
