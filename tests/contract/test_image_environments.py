@@ -10,7 +10,6 @@ from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.data import DatasetConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import BuiltinEngineConfig, EnvironmentConfig, SamplingConfig
-from lockstep.config.vision import ImageDataConfig
 from lockstep.data.images.observation_images import ObservationImages
 from lockstep.data.samples import Completion, Prompt
 from lockstep.data.turn_tokenizer import TurnTokenizer
@@ -44,7 +43,7 @@ class ImageConversations:
         pool = EnvironmentPool(self.cluster, config, HERE)
         pool.start()
         try:
-            images = ObservationImages(self.scene.processor, self.scene.store, ImageDataConfig(), most)
+            images = ObservationImages(self.scene.processor, self.scene.store, DatasetConfig(path="x"), most)
             turns = TurnTokenizer(self.scene.tokenizer, DatasetConfig(path="x"), images=images)
             sampling = SamplingConfig(max_tokens=1500, stop=tuple("abcdefgh"))
             client = MultiTurnClient([self.engine], sampling, 3, pool=pool, turns=turns)

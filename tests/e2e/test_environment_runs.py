@@ -193,7 +193,7 @@ def test_an_environment_that_answers_with_images(tmp_path: Path) -> None:
     assert all(any(row) == (number % 2 == 0) for number, row in enumerate(counts)), counts
     for each in (each for step in stored for group in step.groups for each in group.completions):
         assert not any(each.mask[image.places].any() for image in each.images)
-    assert {path.suffix for path in (run / "images").rglob("*.*")} == {".observed", ".safetensors"}
+    assert {path.suffix for path in (run / "images").rglob("*.*")} == {".observed", ".safetensors", ".json"}
     assert any(sample.images for sample in samples) and "data:image/png" in (run / "report.html").read_text()
 
 

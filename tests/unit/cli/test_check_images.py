@@ -47,7 +47,7 @@ def home(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = io.BytesIO()
     Image.new("RGB", SIZE, (200, 90, 20)).save(content, "PNG")
     url = "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
-    rows = [{"prompt": "what?", "answer": "a", "images": [url] * count} for count in (1, 2, 1)]
+    rows = [{"prompt": "<image>what?" * count, "answer": "a", "images": [url] * count} for count in (1, 2, 1)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
