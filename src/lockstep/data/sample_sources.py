@@ -103,8 +103,8 @@ class SampleSource(ABC, Generic[Sample]):
 
     @property
     def has_images(self) -> bool:
-        """Whether some samples have images."""
-        return self.image_usage.images > 0
+        """Whether some samples have images, or had some when the run began."""
+        return self.image_usage.images > 0 or any(part._changed for part in self.parts)
 
     @property
     @abstractmethod
@@ -151,12 +151,12 @@ class DatasetSource(SampleSource[Sample]):
         self._tally = ImageTally(len(rows))
         self._format = DatasetFormat(rows, cfg)
         self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn, images.processor if images else None)
-        changed = frozenset() if images is None else images.changed_rows(rows)
-        unusable = changed if images is None else changed | images.dropped_rows(rows, self._image_values)
+        self._changed = frozenset() if images is None else images.changed_rows(rows)
+        unusable = self._changed if images is None else self._changed | images.dropped_rows(rows, self._image_values)
         self._check_rows(cfg, unusable)
         fitting = select_fitting_rows(rows, self._lengths, limit, cfg.overlong, self.kind, unusable)
         kept = self._select_useful(fitting)
-        kept = np.union1d(kept, np.array(sorted(changed), np.int64))  # the order stays what it was
+        kept = np.union1d(kept, np.array(sorted(self._changed), np.int64))  # the order stays what it was
         self.dropped = len(rows) - kept.size
         self._kept = kept
         self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
@@ -214,7 +214,7 @@ class DatasetSource(SampleSource[Sample]):
             return None
 
     def record_images(self) -> None:
-        if self._images is not None and self.has_images:
+        if self._images is not None:
             self._images.record(self._rows, self._kept, self._image_values)
 
     def prefetch(self, rows: Sequence[int]) -> None:

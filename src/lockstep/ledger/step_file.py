@@ -159,9 +159,9 @@ def read_step_file(path: Path, step: int, first_step: int = 1) -> StoredStep:
     return StoredStep(rollouts, json_values.loads(metadata["lockstep.extra"]))
 
 
-def completion_images(path: Path) -> set[str]:
-    """Returns the digests of the images of all completions in a step file, reading nothing else. A file that is missing
-    or damaged has none."""
+def completion_images(path: Path, step: int) -> set[str]:
+    """Returns the digests of the images of all completions in a step file, reading nothing else; none if there is no
+    such file. Raises StepCorrupt if it cannot be read."""
     try:
         with pa.memory_map(str(path)) as source:
             found = [chunk.values for chunk in pa.ipc.open_file(source).read_all().column("completions").chunks]
@@ -169,8 +169,10 @@ def completion_images(path: Path) -> set[str]:
                 text for struct in found if "images" in _names(struct) for text in texts_of(struct.field("images"))
             ]
             return {image.digest for text in texts for image in decode_images(text)}
-    except (pa.ArrowInvalid, OSError, KeyError):
+    except FileNotFoundError:
         return set()
+    except (pa.ArrowInvalid, OSError, KeyError) as error:
+        raise StepCorrupt(path, step, f"cannot be read ({error})") from error
 
 
 class _HashingFile:

@@ -80,11 +80,11 @@ def read_samples(ledger: Ledger, number: int | None, count: int, order: SampleOr
 
 def image_digests(ledger: Ledger) -> set[str]:
     """Returns the digests of the images that the stored steps' environments answered with, and those of the samples
-    that the run keeps."""
+    that the run keeps. Raises StepCorrupt."""
     kept = [each for row in ledger.samples() for each in row.samples]
     kept += [each for row in ledger.evaluations() for each in row.samples]
     shown = {str(image["digest"]) for sample in kept for image in sample.images}
-    return shown.union(*(completion_images(ledger.step_path(step)) for step in ledger.stored_steps()))
+    return shown.union(*(completion_images(ledger.step_path(step), step) for step in ledger.stored_steps()))
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -156,7 +156,7 @@ class RunWorkerLauncher:
             "reader": WEIGHT_READERS[config.weights.check],
             "sleeps": config.placement.shared,
             **self._images(),
-            "most_images": self.prepared.data.image_usage.most_images if self.prepared.images else 0,
+            "most_images": self.prepared.data.most_images if self.prepared.images else 0,
         }
         return self._spec(process, ENGINE_SERVICE, arguments, adoptable=True)
 

@@ -202,6 +202,9 @@ def test_images_of_answers_are_kept_with_partial_results_and_steps(ledger, folde
     assert image_digests(ledger) == {"ab12" * 8, "cd34" * 8}
     (sample,) = choose_samples(rollouts.groups, 1)
     assert [image["digest"] for image in sample.images] == ["ab12" * 8, "cd34" * 8]
+    ledger.step_path(0).write_bytes(b"damaged")
+    with pytest.raises(StepCorrupt):  # and not an empty set, by which the images would be deleted
+        image_digests(ledger)
 
 
 def test_partial_records_of_earlier_versions_without_conversations_are_read(ledger, folder):

@@ -241,6 +241,12 @@ class ImageFinder:
         """Returns the file or folder that a row names. Raises UnusableImage if it must not be read."""
         if "\0" in text or not text:
             raise UnusableImage(text, "is no path")
+        try:
+            return self._path(text)
+        except (OSError, RuntimeError) as error:  # a name too long, a folder that must not be read, an unknown user
+            raise UnusableImage(f"{text:.80}", f"cannot be read ({error})") from error
+
+    def _path(self, text: str) -> Path:
         named = Path(text).expanduser() if not self._is_limited else Path(text)
         candidates = [Path(os.path.normpath(folder / named)) for folder in self._folders]
         if self._is_limited:

@@ -142,7 +142,7 @@ class ObservationImages:
     def prefetch(self, key: str, messages: Sequence[Message]) -> None:
         """Begins to prepare the images of an observation that `load` will be called for."""
         parts = image_parts(messages)
-        if parts and all(isinstance(part.get("bytes"), bytes) for part in parts):
+        if 0 < len(parts) <= self.most and all(isinstance(part.get("bytes"), bytes) for part in parts):
             self._store.writes = self._run_store.writes
             self._loader.prefetch(key, self._files(parts))
 
@@ -164,6 +164,12 @@ class ObservationImages:
         parts = image_parts(messages)
         if not parts:
             return list(messages), []
+        too_many = UnusableObservation(
+            f"it has {count_noun(len(parts), 'image')} after {earlier} of the conversation, and "
+            f"rollout.environment.max_images is {self.most}"
+        )
+        if len(parts) > self.most:  # before any is decoded
+            raise too_many
         try:
             self._store.writes = self._run_store.writes
             loaded = self._loader.load(self._files(parts), key)
@@ -172,10 +178,7 @@ class ObservationImages:
         except ImageRefused as error:
             raise UnusableObservation(str(error)) from error
         if earlier + len(loaded) > self.most:
-            raise UnusableObservation(
-                f"it has {count_noun(len(loaded), 'image')} after {earlier} of the conversation, and "
-                f"rollout.environment.max_images is {self.most}"
-            )
+            raise too_many
         self._used |= dict.fromkeys((image.digest for image in loaded), self._deletions[-1])
         return [_emptied(message) for message in messages], loaded
 

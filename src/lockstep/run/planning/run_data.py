@@ -1,5 +1,6 @@
 """Opens the data of a run, and checks it against the model and the reward functions."""
 
+import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import Completion, Prompt
 from lockstep.data.source_factory import SourceOptions, open_source
 from lockstep.data.turn_tokenizer import TurnTokenizer
+from lockstep.ledger.errors import StepCorrupt
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.step_samples import image_digests
 from lockstep.models.errors import naming_fields_of
@@ -38,6 +40,8 @@ from lockstep.run.errors import RunRefused
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+
+logger = logging.getLogger(__name__)
 
 EVALUATION = "evaluation"
 """For which the images of evaluation are kept."""
@@ -141,8 +145,14 @@ class RunData:
         Args:
             ahead: how many steps before its own the conversations of a step may begin.
         """
-        if self.observations is not None:
-            self.observations.delete_unused(ledger.last_committed_step() + 1, image_digests(ledger), ahead)
+        if self.observations is None:
+            return
+        try:
+            needed = image_digests(ledger)
+        except StepCorrupt as error:
+            logger.warning("no images of environments' answers are deleted: %s", error)
+            return
+        self.observations.delete_unused(ledger.last_committed_step() + 1, needed, ahead)
 
     @property
     def observations(self) -> ObservationImages | None:
@@ -154,6 +164,11 @@ class RunData:
         """Whether some samples of training or evaluation have images, or answers of the environment may have some."""
         samples = (*self.held_out, *self.validation)
         return self.samples.has_images or self.observations is not None or any(each.images for each in samples)
+
+    @property
+    def most_images(self) -> int:
+        """The most images that a request may have: those of a prompt, and of the answers of an environment."""
+        return self.image_usage.most_images + (0 if self.observations is None else self.observations.most)
 
     @property
     def image_usage(self) -> ImageUsage:
@@ -198,7 +213,7 @@ def open_run_data(config: RunConfig, models: Mapping[str, ModelFacts], tokenizer
     data.turns = turn_tokenizer(config, tokenizer, options, first)
     if data.has_images:
         _check_roles_read_images(config)
-        _check_image_limit(config, data.image_usage.most_images)
+        _check_image_limit(config, data)
     return data
 
 
@@ -220,17 +235,19 @@ def _check_roles_read_images(config: RunConfig) -> None:
             )
 
 
-def _check_image_limit(config: RunConfig, most: int) -> None:
-    """Raises RunRefused if vLLM is to expect fewer images of a prompt than the data has: it would measure its memory
-    with too few."""
+def _check_image_limit(config: RunConfig, data: RunData) -> None:
+    """Raises RunRefused if vLLM is to expect fewer images of a prompt than there may be: it would measure its memory
+    with too few, and refuse a prompt with more."""
     if not config.needs_engines or config.rollout.engine.kind != "vllm":
         return
-    limit = config.rollout.engine.image_limit
+    limit, most = config.rollout.engine.image_limit, data.most_images
     if limit is not None and limit < most:
         field = "rollout.engine.extra.limit_mm_per_prompt"
+        added = most - data.image_usage.most_images
+        answers = f", and answers add {added} (rollout.environment.max_images)" if added else ""
         raise RunRefused(
-            f"{field} has {limit} for image, and a prompt of the data has {count_noun(most, 'image')}: set "
-            f"{field}.image to {most} or more, or leave it out (the data's number is taken)"
+            f"{field} has {limit} for image, and a prompt of the data has {count_noun(most - added, 'image')}{answers}"
+            f": set {field}.image to {most} or more, or leave it out (the data's number is taken)"
         )
 
 
@@ -296,7 +313,11 @@ def open_held_out(
     # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
     held_out = evaluation.data.model_copy(update={"shuffle": False})
     source = open_source("prompts", load_rows(held_out), held_out, tokenizer, config.seed, limit, options)
-    prompts = source.take(0, min(len(source), evaluation.prompts or len(source)))
+    wanted = min(len(source), evaluation.prompts or len(source))
+    prompts = source.take(0, wanted)
+    if len(prompts) < wanted:
+        problem = f"{count_noun(wanted - len(prompts), 'prompt')} of evaluation have images that changed"
+        raise DataError(held_out.path, problem, "Restore them: the scores would be of other prompts than before.")
     return HeldOutPrompts(source, prompts, data_columns(held_out.path, source.columns, prompts[0]))
 
 

@@ -54,6 +54,13 @@ def test_every_form_gives_the_same_pixels(tmp_path: Path) -> None:
         assert found.content() == content or form is image
 
 
+@pytest.mark.parametrize("path", ["A" * 5000, "~nobody-has-this-name/a.png"])
+def test_a_path_that_the_system_refuses_is_an_unusable_image(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UnusableImage, match="cannot be read") as caught:
+        finder(tmp_path).find(path, "image 0")
+    assert len(caught.value.source) <= 80
+
+
 def test_the_first_folder_that_has_the_file_counts(tmp_path: Path) -> None:
     for name, width in (("one", 3), ("two", 5)):
         (tmp_path / name).mkdir()
