@@ -110,6 +110,10 @@ class CountedDocuments:
         self._pacer.facts["tokens"] = self._pacer.facts.get("tokens", 0) + tokens
         return documents
 
+    @property
+    def has_images(self) -> bool:
+        return self._source.has_images
+
     def counts(self, documents: Any) -> dict[str, float]:
         return self._source.counts(documents)
 
