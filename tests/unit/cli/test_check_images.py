@@ -106,6 +106,15 @@ def test_the_images_of_the_data_are_in_the_report(home: Path) -> None:
     assert found["images-disk"].severity == "ok"
 
 
+def test_only_answers_of_an_environment_have_images(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text("class Game:\n    def step(self, action):\n        return {'text': 'a'}\n")
+    (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "what?", "answer": "a"}))
+    environment = {"path": f"{tmp_path / 'game.py'}:Game", "max_images": 2}
+    rollout = {"sampling": {"max_tokens": 32}, "environment": environment}
+    found = findings(config(home, data={"path": str(tmp_path / "text.jsonl")}, rollout=rollout))
+    assert found["placement"].severity == "ok" and not found.keys() & {"images", "images-disk"}
+
+
 def test_fewer_images_for_vllm_than_the_data_has_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.run.planning.prepare.check_installed", lambda: "0")
     for limit in (1, {"count": 1}):

@@ -21,7 +21,8 @@ from lockstep.run.planning.resources import host_resources
 
 
 def image_findings(config: RunConfig, model: ModelFacts, found: DryRun | None) -> list[Finding]:
-    """Judges what the images of the data need; no findings without images, or if the data was not opened.
+    """Judges what the images of the data, or of an environment's answers, need; no findings without images, or if the
+    data was not opened.
 
     Args:
         model: the policy's.
@@ -39,8 +40,8 @@ def image_findings(config: RunConfig, model: ModelFacts, found: DryRun | None) -
         most_tokens=usage.most_tokens,
         largest=usage.largest,
         largest_size=usage.largest_size,
-        mean_tokens=usage.tokens / usage.images,
-        token_bytes=_token_bytes(found.data.processor, usage),
+        mean_tokens=usage.tokens / max(usage.images, 1),
+        token_bytes=_token_bytes(found.data.processor, usage) if usage.images else 0,
         tower=0 if vision is None else vision.tower + vision.projector,
         disk_free=_free_bytes(Path(config.folder)),
         shm_free=host_resources(config.cluster).shared_memory if config.cluster.kind == "local" else None,

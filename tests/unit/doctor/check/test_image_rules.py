@@ -40,9 +40,13 @@ def test_the_figures_of_the_data_are_shown() -> None:
 def test_prepared_images_need_room_on_the_disk() -> None:
     assert judge(run())["images-disk"].severity == "ok"
     needed = 1500 * 1000 * 18816
-    found = judge(run(), replace(DEMAND, disk_free=needed - 1))["images-disk"]
+    all_kept = run(model={"path": "m", "vision": {"store_gb": 1000}})
+    found = judge(all_kept, replace(DEMAND, disk_free=needed - 1))["images-disk"]
     assert found.severity == "error" and "26.3 GiB" in found.seen and "model.vision.max_pixels" in found.fix
     assert judge(run(), replace(DEMAND, disk_free=None))["images-disk"].severity == "unchecked"
+    small = run(model={"path": "m", "vision": {"store_gb": (needed - 1) / 1e9}})
+    bounded = judge(small, replace(DEMAND, disk_free=needed - 1))["images-disk"]
+    assert bounded.severity == "ok" and "model.vision.store_gb" in bounded.seen
 
 
 def test_only_vllm_needs_further_packages() -> None:

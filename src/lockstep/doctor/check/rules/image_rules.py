@@ -64,15 +64,9 @@ def judge_images(config: RunConfig, demand: ImageDemand, environ: Mapping[str, s
     Args:
         environ: the environment of the engines.
     """
-    width, height = demand.largest_size
-    yield Finding(
-        "images", "note", "",
-        f"{count_noun(demand.images, 'image')} in {count_noun(demand.samples, 'sample')}, at most {demand.most_images} "
-        f"in one with {count_noun(demand.most_tokens, 'token')} together; the largest ({width} x {height} pixels) has "
-        f"{count_noun(demand.largest, 'token')}, an image {demand.mean_tokens:,.0f} on average; tower and projector "
-        f"have {demand.tower / 1e6:,.1f} million parameters",
-    )  # fmt: skip
-    yield _judge_disk(demand)
+    if demand.images:  # the sizes of those that an environment answers with are not known
+        yield _describe(demand)
+        yield _judge_disk(config, demand)
     if config.needs_engines and config.rollout.engine.kind == "vllm":
         yield from _judge_packages(config, demand)
         if demand.on_cpu and demand.family in VLLM_GPU_FAMILIES:
@@ -85,19 +79,34 @@ def judge_images(config: RunConfig, demand: ImageDemand, environ: Mapping[str, s
         yield _judge_shm(config, demand, environ)
 
 
-def _judge_disk(demand: ImageDemand) -> Finding:
+def _describe(demand: ImageDemand) -> Finding:
+    width, height = demand.largest_size
+    return Finding(
+        "images", "note", "",
+        f"{count_noun(demand.images, 'image')} in {count_noun(demand.samples, 'sample')}, at most {demand.most_images} "
+        f"in one with {count_noun(demand.most_tokens, 'token')} together; the largest ({width} x {height} pixels) has "
+        f"{count_noun(demand.largest, 'token')}, an image {demand.mean_tokens:,.0f} on average; tower and projector "
+        f"have {demand.tower / 1e6:,.1f} million parameters",
+    )  # fmt: skip
+
+
+def _judge_disk(config: RunConfig, demand: ImageDemand) -> Finding:
+    room = int(config.model.vision.store_gb * 1e9)
+    needed = min(demand.prepared, room)
     seen = (
         f"prepared images take {format_size(demand.prepared)} of the run's folder "
         f"({format_size(demand.token_bytes * demand.mean_tokens)} each on average)"
     )
+    if demand.prepared > room:
+        seen += f", of which it keeps {format_size(room)} (model.vision.store_gb) and prepares the others again"
     if demand.disk_free is None:
         return Finding("images-disk", "unchecked", "", f"{seen}; the room there is not known")
     seen += f", and {format_size(demand.disk_free)} are free there"
-    if demand.prepared <= demand.disk_free:
+    if needed <= demand.disk_free:
         return Finding("images-disk", "ok", "", seen)
     return Finding(
-        "images-disk", "error", "", seen, "every image is kept as the model gets it, for trainers and engines",
-        "set folder to a larger disk, or lower model.vision.max_pixels",
+        "images-disk", "error", "", seen, "images are kept as the model gets them, for trainers and engines",
+        "set folder to a larger disk, or lower model.vision.store_gb or model.vision.max_pixels",
     )  # fmt: skip
 
 
