@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from lockstep.data.row_lengths import MEASURED_ROWS
 from lockstep.data.samples import PlacedImage
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _IN_THE_DATA = re.compile(r"(image|video) \d+(, frame \d+)?$")
 """The name of an image that has no path."""
@@ -85,14 +87,7 @@ class ImageLoader:
             UnusableImage: an image or a video cannot be used.
             DataError: a video is a file, and what decodes it is not installed.
         """
-        found: list[RowImage] = []
-        videos = []
-        for number, value in enumerate(values):
-            if isinstance(value, RowVideo):
-                videos.append(self._videos.find(value, number))
-                found += videos[-1].frames
-            else:
-                found.append(self._finder.find(value, f"image {number}"))
+        found, videos = self._locate(values)
         if videos and not self.processor.reads_several:
             problem = "cannot be shown to this model, whose processor reads one image per prompt"
             raise UnusableVideo(videos[0].frames[0].source, problem, "Choose a model that reads several images.")
@@ -104,20 +99,22 @@ class ImageLoader:
                 raise UnusableImage(image.source, f"of {with_size[0]} x {with_size[1]} pixels: {error}") from error
         return found, videos
 
+    def _locate(self, values: Sequence[Any]) -> tuple[list[RowImage], list[FoundVideo]]:
+        """As `find`, but nothing is read of an image."""
+        found: list[RowImage] = []
+        videos = []
+        for number, value in enumerate(values):
+            if isinstance(value, RowVideo):
+                videos.append(self._videos.find(value, number))
+                found += videos[-1].frames
+            else:
+                found.append(self._finder.find(value, f"image {number}"))
+        return found, videos
+
     def problems(self, rows: Sequence[Sequence[Any]]) -> list[UnusableImage | None]:
         """Finds and decodes the images of rows, in threads: what is wrong with the first bad one of each row."""
         started = [self._threads.submit(self._problem, values) for values in rows]
-
-        def finished() -> int:
-            return sum(each.done() for each in started)
-
-        return [
-            waits.future(
-                each, waits_for="the threads that read images", why="checking images", stall_s=_STALL_S,
-                progress=finished,
-            )
-            for each in started
-        ]  # fmt: skip
+        return [_result(each, started, "checking images") for each in started]
 
     def changed_rows(self, rows: DatasetRows) -> frozenset[int]:
         """Compares the image files with what they were when the run began, and returns the rows of those that changed.
@@ -162,22 +159,15 @@ class ImageLoader:
         by_path: dict[str, list[int]] = {}
         for row in kept.tolist():
             try:
-                found = self.find(read(row))[0]
+                found = self._locate(read(row))[0]
             except UnusableImage as bad:
                 raise rows.data_error(row, bad) from bad
             for path in {str(image.file): None for image in found if image.file is not None}:
                 by_path.setdefault(path, []).append(row)
         started = [self._threads.submit(self._recorded.add, path, own) for path, own in by_path.items()]
-
-        def finished() -> int:
-            return sum(each.done() for each in started)
-
-        for (_, own), each in zip(by_path.items(), started, strict=True):
+        for own, each in zip(by_path.values(), started, strict=True):
             try:
-                waits.future(
-                    each, waits_for="the threads that read images", why="recording images", stall_s=_STALL_S,
-                    progress=finished,
-                )  # fmt: skip
+                _result(each, started, "recording images")
             except UnusableImage as bad:
                 raise rows.data_error(own[0], bad) from bad
 
@@ -288,3 +278,11 @@ class ImageLoader:
         if self._store.writes and not path.is_file():
             self._store.write_original(digest, image.as_file())
         return str(path)
+
+
+def _result(future: Future[T], started: Sequence[Future[T]], why: str) -> T:
+    """The result of one of several futures, which make progress as long as any of them ends."""
+    return waits.future(
+        future, waits_for="the threads that read images", why=why, stall_s=_STALL_S,
+        progress=lambda: sum(each.done() for each in started),
+    )  # fmt: skip

@@ -27,7 +27,7 @@ from lockstep.data.samples import Completion
 MAX_OBSERVATION_BYTES = 64 << 20
 """The most bytes that the files of an observation's images may have together."""
 _SALT = b"observation "
-"""Keeps the files of these images apart from those of the data, which are never deleted during a run."""
+"""Keeps the files of these images apart from those of the data, which are deleted by another rule."""
 _LIST = "images"
 
 Message = dict[str, Any]

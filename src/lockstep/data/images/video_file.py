@@ -82,8 +82,7 @@ class VideoFile(ABC):
         found = hashlib.sha256(self.decoder.encode())
         try:
             with self._data.open("rb") if isinstance(self._data, Path) else io.BytesIO(self._data) as file:
-                while block := file.read(1 << 20):
-                    found.update(block)
+                hashlib.file_digest(file, lambda: found)
         except OSError as error:
             raise UnusableVideo(self.source, f"cannot be read ({error.strerror})") from error
         return found.digest()
