@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.config.data import DatasetConfig
 from lockstep.data.dataset_format import Message
 from lockstep.data.images.content_forms import ContentForms
-from lockstep.data.images.image_errors import PlaceholderMismatch
+from lockstep.data.images.image_errors import AdjacentImages, PlaceholderMismatch
 from lockstep.data.images.image_loader import LoadedImage
 from lockstep.data.images.observation_images import ObservationImages, UnusableObservation, is_image_part
 from lockstep.data.samples import PlacedImage, Prompt
@@ -166,6 +166,8 @@ class TurnTokenizer:
             expanded = processor.expand_text(text, [image.size for image in images])
         except PlaceholderMismatch as error:
             raise UnusableObservation(f"{error}: no text may contain the placeholder") from error
+        except AdjacentImages as error:
+            raise UnusableObservation(f"{error}: write some between them") from error
         tokens, places = processor.encode(expanded, special_tokens=False)
         for number, (image, where) in enumerate(zip(images, places, strict=True)):
             if len(where) != image.expansion.features:

@@ -208,6 +208,11 @@ def test_the_tokens_of_an_answer_have_the_places_of_its_images(family: str, tmp_
     assert len(turns.reply(plain, messages, 5, images).images) == 2
     with pytest.raises(UnusableObservation, match="no text may contain the placeholder"):
         turns.reply(prompt, [*messages, user(made.processor.placeholder)], 5, images)
+    if family.startswith("qwen"):
+        adjacent = [user([parts[0], parts[2], {"type": "text", "text": "ab?"}])]
+        empty, loaded = made.load("c", adjacent, 0)
+        with pytest.raises(UnusableObservation, match=r"no text between them.*: write some between them"):
+            turns.reply(plain, empty, 5, loaded)
     alone, image = made.load("b", [user([{"type": "image", "bytes": both[0]}])], 0)
     if family in ("llava_onevision",):
         with pytest.raises(UnusableObservation, match="has no text after it"):
