@@ -43,7 +43,11 @@ from lockstep.train.trainer_protocol import StepStats
 
 GENERATION = 1
 _CALL_IDS = itertools.count(call_id_base(GENERATION) + 1)
-HOST = ClusterNode(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
+
+
+def make_node(name: str) -> ClusterNode:
+    """A host without processes."""
+    return ClusterNode(NodeInfo(name, "127.0.0.1", Path("none")), Path("none"), Path("none"))
 
 
 def _clock_ns() -> int:
@@ -82,9 +86,9 @@ class Account:
 class FakeWorker:
     """A worker: answers calls at once, those for completions when there are some. `answer` sends a frame."""
 
-    def __init__(self, account: Account, spec: WorkerSpec) -> None:
+    def __init__(self, account: Account, spec: WorkerSpec, node: ClusterNode) -> None:
         self.account, self.spec = account, spec
-        self.worker = RemoteWorker(spec, HOST, "scale", _CALL_IDS, 900.0, 900.0, _nobody)
+        self.worker = RemoteWorker(spec, node, "scale", _CALL_IDS, 900.0, 900.0, _nobody)
         self.requests: list[Request] = []
         self.calls: dict[str, int] = defaultdict(int)
         self.answer: Callable[[bytearray], None] = lambda frame: None

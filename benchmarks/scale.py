@@ -35,6 +35,7 @@ from benchmarks.fake_workers import (
     calls_s,
     completion_of,
     connect_all,
+    make_node,
     objects_s,
     socket_s,
 )
@@ -119,8 +120,8 @@ class World:
         self.size, self.over_s = size, over_s
         self.account = Account()
         self.ledger = Ledger.create(folder, {"name": "scale"})
-        self.engines = [self._fake("engine", "rollout", rank) for rank in range(size.engines)]
-        self.ranks = [self._fake("policy", "policy", rank) for rank in range(size.ranks)]
+        self.engines = self._fakes("engine", "rollout", size.engines)
+        self.ranks = self._fakes("policy", "policy", size.ranks)
         self.connections = connect_all(self.engines, size.per_node) + connect_all(self.ranks, size.per_node)
         for connection in self.connections:
             connection.traffic = Traffic()  # without the messages of connecting
@@ -137,8 +138,15 @@ class World:
         )  # fmt: skip
         self.policy = TrainerGroup([fake.worker for fake in self.ranks], [info], ROLE)
 
-    def _fake(self, name: str, role: str, rank: int) -> FakeWorker:
-        return FakeWorker(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"))
+    def _fakes(self, name: str, role: str, count: int) -> list[FakeWorker]:
+        side_by_side = self.size.per_node or 1
+        nodes = [make_node(f"{role}-{first}") for first in range(0, count, side_by_side)]
+        return [
+            FakeWorker(
+                self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"), nodes[rank // side_by_side]
+            )
+            for rank in range(count)
+        ]
 
     def step(self, step: int) -> dict[str, float]:
         """One step of GRPO; CPU seconds by part."""

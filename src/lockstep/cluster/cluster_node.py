@@ -3,13 +3,13 @@
 import math
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
+from lockstep.cluster.rpc.open_calls import OpenCalls
 from lockstep.cluster.worker_environment import ForwardedEnvironment, worker_environment
 from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.procfs import processes
@@ -41,8 +41,8 @@ class ClusterNode:
         self.info, self.cluster_dir, self.logs = info, cluster_dir, logs
         self.agent: AgentClient | None = None
         """The node's agent; None before it has started."""
-        self.calls_lock = threading.RLock()
-        """Guards the open calls of all its workers, which may be called by one message."""
+        self.calls = OpenCalls()
+        """The open calls of its workers, which may be called by one message."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.info.name})"

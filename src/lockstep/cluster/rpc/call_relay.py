@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lockstep.base.transport.frames import Buffer, WireError
+from lockstep.cluster.rpc.codec import INLINE_BYTES
 from lockstep.cluster.rpc.relay_messages import (
     MAX_BATCH_BYTES,
+    SAME,
     ChannelClosed,
     ChannelOpened,
     RelayAlive,
@@ -157,7 +159,8 @@ class CallRelay:
         self.due, self._bytes = float("inf"), 0
         for part in cut_batches([len(payload) for _, _, payload in results]):
             channels, ids, payloads = map(list, zip(*results[part], strict=True))
-            self._send_up(pack_relayed(RelayedResults(channels, ids, list(map(len, payloads))), payloads))
+            sizes, different = _without_repetitions(payloads)
+            self._send_up(pack_relayed(RelayedResults(channels, ids, sizes), different))
         for part in cut_batches([len(frame) for _, frame in frames]):
             channels, bodies = map(list, zip(*frames[part], strict=True))
             self._send_up(pack_relayed(RelayedFrames(channels, list(map(len, bodies))), bodies))
@@ -222,6 +225,20 @@ class CallRelay:
             self.flush()
         else:
             self.due = min(self.due, time.monotonic() + delay_s)
+
+
+def _without_repetitions(payloads: Sequence[memoryview]) -> tuple[list[int], list[memoryview]]:
+    """The sizes of payloads, `SAME` for a small one that equals the one before it; and the other payloads. Those with
+    arrays that decoding does not copy stay apart, because their receivers may change them."""
+    sizes: list[int] = []
+    different: list[memoryview] = []
+    for payload in payloads:
+        if different and len(payload) < INLINE_BYTES and payload == different[-1]:
+            sizes.append(SAME)
+        else:
+            sizes.append(len(payload))
+            different.append(payload)
+    return sizes, different
 
 
 def _by_channel(arrived: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[int, list[int]]:

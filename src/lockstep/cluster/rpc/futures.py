@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +12,7 @@ from lockstep.cluster.protocol import PendingResult, RemoteError, WorkerDied
 from lockstep.cluster.rpc.call_wait import CallTarget, CallWait, call_failed
 
 R = TypeVar("R")
+W = TypeVar("W")
 CallError = RemoteError | WorkerDied | Stalled
 """The errors of a failed call."""
 
@@ -138,6 +140,7 @@ class CallGroup(Sequence[PendingCall[R]]):
         self._calls: dict[CallTarget, PendingCall[R]] = {}
         """The handles that were asked for."""
         self._callbacks: Sequence[Callable[[], None]] = _NONE
+        self._on_answers: Callable[[Sequence[CallTarget]], None] | None = None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -171,12 +174,29 @@ class CallGroup(Sequence[PendingCall[R]]):
                 return
         callback()
 
+    def on_answers(self, callback: Callable[[Sequence[CallTarget]], None]) -> None:
+        """Calls `callback` with the workers whose results or failures have arrived, whenever some have, in the thread
+        that receives them; at once with those that are there. `take` then returns their results."""
+        with self._lock:
+            self._on_answers = callback
+            known = [*self._answers, *self._errors]
+        if known:
+            callback(known)
+
+    def take(self, worker: CallTarget) -> R:
+        """Returns the result of a worker whose result or failure has arrived. Raises RemoteError, WorkerDied."""
+        if worker in self._errors:
+            raise self._errors[worker][0]
+        return self._read(self._answers[worker][0])
+
     def settle(self, workers: Sequence[CallTarget], payloads: Sequence[memoryview], now: float) -> None:
         """Stores the encoded results of some workers; whoever needs the values decodes them."""
         with self._lock:
             self._answers.update(zip(workers, zip(payloads, repeat(now), strict=False), strict=True))
-            callbacks = self._settled(len(workers), now)
+            callbacks, on_answers = self._settled(len(workers), now), self._on_answers
             known = list(filter(self._calls.get, workers)) if self._calls else ()
+        if on_answers is not None:
+            on_answers(workers)
         for worker in known:
             self._calls[worker].settle(*self._answers[worker])
         for callback in callbacks:
@@ -188,6 +208,9 @@ class CallGroup(Sequence[PendingCall[R]]):
         with self._lock:
             self._errors[worker] = error, now
             call, callbacks = self._calls.get(worker), self._settled(1, now)
+            on_answers = self._on_answers
+        if on_answers is not None:
+            on_answers((worker,))
         if call is not None:
             call.fail(error, now)
         call_failed(self)
@@ -234,6 +257,21 @@ def gather_results(pendings: Sequence[PendingResult[R]], why: str, stall_s: floa
     if isinstance(pendings, CallGroup):
         return pendings.values()
     return [_require_pending_call(pending).take() for pending in pendings]
+
+
+def on_answers(
+    workers: Sequence[W],
+    pendings: Sequence[PendingResult[R]],
+    callback: Callable[[Sequence[W], Callable[[W], R]], None],
+) -> None:
+    """Calls `callback(answered, take)` whenever some of the workers of a call have answered, in the thread that
+    receives the answers; at once with those that have. `take(worker)` returns the worker's result, or raises
+    RemoteError or WorkerDied."""
+    if isinstance(pendings, CallGroup):
+        pendings.on_answers(lambda answered: callback(answered, pendings.take))  # type: ignore[arg-type]
+        return
+    for worker, pending in zip(workers, pendings, strict=True):
+        pending.on_done(partial(callback, (worker,), lambda _, pending=pending: pending.result("its answer")))  # type: ignore[misc]
 
 
 def gather_identical(pendings: Sequence[PendingResult[R]], why: str) -> R:

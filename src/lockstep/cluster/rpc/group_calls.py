@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -12,9 +13,10 @@ from lockstep.base.transport.frames import Buffer, WireError
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.codec import OWN_BYTES, MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import CallGroup
+from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall
 from lockstep.cluster.rpc.relay_messages import MAX_BATCH_BYTES, cut_batches
-from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
-from lockstep.cluster.rpc.remote_worker import OpenCall, RemoteWorker, SharedArguments
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink
+from lockstep.cluster.rpc.remote_worker import RemoteWorker, SharedArguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,21 +121,18 @@ def submit_all(
     signature = signature_of(method)
     encoded = _encode(signature, arguments, remote)
     group: CallGroup[R] = CallGroup(remote, signature.qualified, signature.decode_result, signature.concurrent)
-    call = OpenCall(group, signature, encoded)
     by_link: dict[CallRelayLink | None, list[RemoteWorker]] = {}
-    for worker in remote:
-        connection = worker.connection
-        link = connection.link if isinstance(connection, RelayedConnection) else None
-        if link in by_link:
-            by_link[link].append(worker)
-        else:
-            by_link[link] = [worker]
+    for link, side_by_side in itertools.groupby(remote, _LINK):
+        by_link.setdefault(link, []).extend(side_by_side)
     for worker in by_link.pop(None, ()):
-        worker.send_new_call(call)
+        worker.send_new_call(group, signature, encoded)
     for link, of_link in by_link.items():
         if link is not None:
-            _send(link, call, of_link)
+            _send(link, group, signature, encoded, of_link)
     return group
+
+
+_LINK = attrgetter("link")
 
 
 def _encode(
@@ -151,22 +150,25 @@ def _encode(
     return _OwnArguments(dict(zip(workers, payloads, strict=True)))
 
 
-def _send(link: CallRelayLink, call: OpenCall, workers: Sequence[RemoteWorker]) -> None:
+def _send(
+    link: CallRelayLink,
+    group: CallGroup[Any],
+    signature: MethodSignature,
+    arguments: CallArguments,
+    workers: list[RemoteWorker],
+) -> None:
     """Sends a call to workers behind one relay, with their node's lock, so that calls of other threads come before or
     after it on the link, as their ids say."""
-    with workers[0].node.calls_lock:
-        number = next(workers[0].call_ids)
-        channels: list[int] = []
-        there: list[RemoteWorker] = []
-        for worker in workers:
-            connection = worker.open_call(number, call)
-            if connection is None:
-                continue
-            if isinstance(connection, RelayedConnection) and connection.link is link:
-                channels.append(connection.channel)
-                there.append(worker)
-            else:  # it has connected anew
-                worker.send_call(number, call, [])
-        if channels:
+    calls = workers[0].node.calls
+    with calls.lock:
+        there = [worker for worker in workers if worker.link is link]
+        if there:
+            channels = [worker.channel for worker in there]
+            call = OpenCall(next(there[0].call_ids), group, signature, arguments, there, channels)
+            calls.add(call)
             with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
-                link.send_calls(call.signature, number, channels, call.arguments.messages(there))
+                link.send_calls(call)
+        if len(there) < len(workers):  # some have ended, or connected anew
+            for worker in workers:
+                if worker not in there:
+                    worker.send_new_call(group, signature, arguments)

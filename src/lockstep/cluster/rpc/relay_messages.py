@@ -15,6 +15,8 @@ from lockstep.cluster.rpc.rpc_messages import ALIGN, pack_body, split_frame
 
 RELAY_FILE = "call-relay.json"
 """The relay's address, in the run's shared memory on its node: a `ServiceAddress`."""
+SAME = -1
+"""In place of the size of a small payload that equals the one before it and is not sent again: ranks answer alike."""
 MAX_BATCH_BYTES = 32 << 20
 """Larger payloads travel in several messages, so that none is held back by many others for long."""
 
@@ -49,6 +51,7 @@ class RelayedResults(msgspec.Struct, tag=3, array_like=True):
     channels: list[int]
     ids: list[int]
     sizes: list[int]
+    """Of each result, or `SAME`."""
 
 
 class ChannelOpened(msgspec.Struct, tag=4, array_like=True):
@@ -107,14 +110,19 @@ def unpack_from_relay(frame: bytearray) -> tuple[FromRelay, memoryview]:
     return _from_relay.decode(body), payload
 
 
-def split_payloads(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
-    """The payloads of a frame. Raises ValueError if it is too short."""
-    at = 0
+def split_payloads(payload: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """The payloads of a frame, some of which may be `SAME` as the one before. Raises ValueError if it is too short."""
+    at, left = 0, len(payload)
+    payloads: list[memoryview] = []
     for size in sizes:
-        if not 0 <= size <= len(payload) - at:
+        if size == SAME and payloads:
+            payloads.append(payloads[-1])
+            continue
+        if not 0 <= size <= left - at:
             raise ValueError("a relayed frame is truncated")
-        yield payload[at : at + size]
+        payloads.append(payload[at : at + size])
         at += size + -size % ALIGN
+    return payloads
 
 
 def cut_columns(columns: Sequence[memoryview], bounds: bytes, channels: int) -> Iterator[list[memoryview]]:

@@ -3,13 +3,11 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from lockstep.base.transport.frames import Buffer, Connection, WireError
-from lockstep.cluster.rpc.call_wait import CallTarget
-from lockstep.cluster.rpc.codec import MethodSignature
-from lockstep.cluster.rpc.futures import CallGroup
+from lockstep.cluster.rpc.open_calls import OpenCall
 from lockstep.cluster.rpc.relay_messages import (
     ChannelClosed,
     ChannelOpened,
@@ -90,43 +88,52 @@ class CallRelayLink:
                     if number in self.channels:
                         self.channels[number][0].moved = count
 
-    def _settle_calls(self, channels: list[int], ids: list[int], payloads: Iterable[memoryview]) -> None:
+    def _settle_calls(self, channels: list[int], ids: list[int], payloads: list[memoryview]) -> None:
         """Hands results to the calls that wait for them, and acknowledges them with the next message."""
         now = time.monotonic()
-        settled: dict[CallGroup[Any], tuple[list[CallTarget], list[memoryview]]] = {}
-        for channel, number, payload in zip(channels, ids, payloads, strict=True):
-            worker = self.channels.get(channel, _CLOSED)[1]
-            call = None if worker is None else worker.take_call(number, payload, now)
-            if call is not None and worker is not None:
-                of_call = settled.get(call)
-                if of_call is None:
-                    of_call = settled[call] = [], []
-                of_call[0].append(worker)
-                of_call[1].append(payload)
-        for call, (workers, of_workers) in settled.items():
-            call.settle(workers, of_workers, now)
+        call = None
+        if ids.count(ids[0]) == len(ids) and channels[0] in self.channels:
+            call = self.channels[channels[0]][1].node.calls.take_complete(ids[0], channels)
+        if call is not None:
+            workers = call.workers
+            if channels != call.channels:
+                workers = [self.channels[channel][1] for channel in channels]
+            _settle(call, workers, payloads, now)
+        else:
+            self._settle_some(channels, ids, payloads, now)
         self._arrived.append((channels, ids))
 
-    def send_calls(
-        self,
-        signature: MethodSignature,
-        number: int,
-        channels: Sequence[int],
-        messages: Iterable[tuple[slice, Sequence[Buffer], bytes]],
-    ) -> None:
-        """Sends a call to several workers.
+    def _settle_some(self, channels: list[int], ids: list[int], payloads: list[memoryview], now: float) -> None:
+        """Hands over results of several calls, or of some of the workers that got one."""
+        settled: dict[OpenCall, tuple[list[RemoteWorker], list[memoryview]]] = {}
+        for channel, number, payload in zip(channels, ids, payloads, strict=True):
+            worker = self.channels.get(channel, _CLOSED)[1]
+            if worker is None:
+                continue
+            call = worker.node.calls.take(number, worker)
+            if call is None:
+                worker.settle_unknown(number, payload)
+                continue
+            of_call = settled.get(call)
+            if of_call is None:
+                of_call = settled[call] = [], []
+            of_call[0].append(worker)
+            of_call[1].append(payload)
+        for call, (workers, of_workers) in settled.items():
+            _settle(call, workers, of_workers, now)
 
-        Args:
-            number: the id of the call, for all of them.
-            messages: for some of the channels at a time, the payloads and bounds of `RelayedCalls`.
+    def send_calls(self, call: OpenCall) -> None:
+        """Sends a call to the workers of this relay that get it.
 
         Raises:
             WireError: the connection is closed; nothing more is sent over it.
         """
-        for part, payloads, bounds in messages:
+        signature = call.signature
+        for part, payloads, bounds in call.arguments.messages(call.workers):
             arrived, self._arrived = self._arrived, []
             message = RelayedCalls(
-                list(channels[part]), number, signature.name, signature.concurrent, list(map(len, payloads)), arrived,
+                list(call.channels[part]), call.number, signature.name, signature.concurrent,
+                list(map(len, payloads)), arrived,
                 bounds,
             )  # fmt: skip
             self.connection.queue(*pack_relayed(message, payloads))
@@ -190,6 +197,15 @@ class RelayedConnection:
             self.link.flush()
         except WireError:  # then the relay has closed it as well
             return
+
+
+def _settle(call: OpenCall, workers: "Sequence[RemoteWorker]", payloads: Sequence[memoryview], now: float) -> None:
+    """Hands the results of some workers to what waits for them."""
+    if not call.group.concurrent:  # concurrent calls run in the I/O thread
+        for worker in workers:
+            worker.progress_count += 1
+            worker.last_progress_at = now
+    call.group.settle(workers, payloads, now)
 
 
 def _handle_part(worker: "RemoteWorker", connection: RelayedConnection, frame: memoryview) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import log_tail
@@ -14,6 +14,8 @@ from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpe
 from lockstep.cluster.rpc.call_wait import OVERDUE_CHECK_S
 from lockstep.cluster.rpc.codec import MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import CallGroup, PendingCall
+from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
 from lockstep.cluster.rpc.rpc_messages import (
     START_CALL_ID,
     AckMessage,
@@ -39,17 +41,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class CallArguments(Protocol):
-    """The encoded arguments of a call of one or many workers."""
-
-    def of(self, worker: "RemoteWorker") -> Sequence[Buffer]:
-        """The parts of the payload for one worker."""
-
-    def messages(self, workers: "Sequence[RemoteWorker]") -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
-        """What is sent to the relay of these workers: some of the workers at a time, with the payloads and bounds of
-        `RelayedCalls`."""
-
-
 @dataclass(frozen=True, slots=True)
 class SharedArguments:
     """Arguments that are the same for all workers of a call."""
@@ -61,15 +52,6 @@ class SharedArguments:
 
     def messages(self, workers: "Sequence[RemoteWorker]") -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
         yield slice(None), (self.payload,), b""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenCall:
-    """A call of one or many workers, kept until they have answered."""
-
-    group: CallGroup[Any]
-    signature: MethodSignature
-    arguments: CallArguments
 
 
 class RemoteWorker:
@@ -93,10 +75,12 @@ class RemoteWorker:
         self.connected_once = False
         self._beacon = run_shm_dir(run) / f"{spec.name}.beacon"
         self._wake = wake
-        self._lock = node.calls_lock
+        self._lock = node.calls.lock
         self._connection: WorkerConnection | None = None
+        self.link: CallRelayLink | None = None
+        """The relay through which it is connected, if it is, on `channel`."""
+        self.channel = 0
         self.call_ids = call_ids
-        self._open_calls: dict[int, OpenCall] = {}
         self._unacknowledged: list[int] = []
         """Ids of results that are not acknowledged yet."""
         self._death: WorkerDied | None = None
@@ -118,29 +102,24 @@ class RemoteWorker:
         signature = signature_of(method)
         arguments = SharedArguments(signature.encode_arguments(args, kwargs))
         group: CallGroup[R] = CallGroup((self,), signature.qualified, signature.decode_result, signature.concurrent)
-        self.send_new_call(OpenCall(group, signature, arguments))
+        self.send_new_call(group, signature, arguments)
         return group.call_of(self)
 
-    def send_new_call(self, call: OpenCall) -> None:
-        """Sends a call with an id of its own."""
+    def send_new_call(self, group: CallGroup[Any], signature: MethodSignature, arguments: CallArguments) -> None:
+        """Sends a call with an id of its own. If the worker is dead, the call has failed; if there is no connection, it
+        will be sent later."""
         with self._lock:
-            number = next(self.call_ids)
-            self.open_call(number, call)
+            if self._death is not None:
+                group.fail(self, self._death)
+                return
+            call = OpenCall(next(self.call_ids), group, signature, arguments, (self,))
+            self.node.calls.add(call)
             arrived, self._unacknowledged = self._unacknowledged, []
-            self.send_call(number, call, arrived)
+            self._send_call(call, arrived)
 
-    def open_call(self, number: int, call: OpenCall) -> WorkerConnection | None:
-        """Registers a call that the caller sends before it releases `node.calls_lock`, over the connection that is
-        returned. If the worker is dead, the call has failed; if there is no connection, it will be sent later."""
-        if self._death is not None:
-            call.group.fail(self, self._death)
-            return None
-        self._open_calls[number] = call
-        return self._connection
-
-    def send_call(self, number: int, call: OpenCall, arrived: list[int]) -> None:
+    def _send_call(self, call: OpenCall, arrived: list[int]) -> None:
         """Sends a call, and ids of results that have arrived. The caller holds the lock."""
-        message = CallMessage(number, call.signature.name, call.signature.concurrent, arrived)
+        message = CallMessage(call.number, call.signature.name, call.signature.concurrent, arrived)
         self._send((pack_body(message), *call.arguments.of(self)))
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -177,7 +156,7 @@ class RemoteWorker:
     @property
     def busy(self) -> bool:
         """Whether the worker has unanswered calls, or is still starting."""
-        return bool(self._open_calls) or not self.started.done()
+        return bool(self.node.calls.of(self)) or not self.started.done()
 
     @property
     def connection(self) -> WorkerConnection | None:
@@ -259,7 +238,7 @@ class RemoteWorker:
         with self._lock:
             connection.close()
             if self._connection is connection:
-                self._connection = None
+                self._connection = self.link = None
         self._wake(self, connection)
 
     def acknowledge(self) -> None:
@@ -277,7 +256,9 @@ class RemoteWorker:
             log_end = log_tail(self.log) if self.node.is_local else log_end
             lost = "" if exit_code is not None or self.node.is_local else self.node.why_lost
             self._death = WorkerDied(self.name, self.spec.rank, exit_code, log_end, lost)
-            open_calls, self._open_calls = list(self._open_calls.values()), {}
+            open_calls = self.node.calls.of(self)
+            for call in open_calls:
+                self.node.calls.take(call.number, self)
             callbacks, self._death_callbacks = self._death_callbacks, []
             if self._connection is not None:
                 self.connection_lost(self._connection)
@@ -292,38 +273,37 @@ class RemoteWorker:
             if self._connection is not None and self._connection is not connection:
                 self.connection_lost(self._connection)
             self._connection = connection
+            if isinstance(connection, RelayedConnection):
+                self.link, self.channel = connection.link, connection.channel
+            else:
+                self.link = None
             self.connected_once = True
-            for number, call in self._open_calls.items():
-                if number > received:
-                    self.send_call(number, call, [])
+            for call in self.node.calls.of(self):
+                if call.number > received:
+                    self._send_call(call, [])
         self.record_progress()
 
-    def take_call(self, number: int, payload: memoryview, now: float) -> CallGroup[Any] | None:
-        """Returns the call whose result has come through a relay, for the link to settle and acknowledge it. None if
-        that is done here: for the result of the start, or one that has come before."""
-        call = self._open_calls.pop(number, None)
-        if call is None:
-            self._settle_call(number, None, payload)
-            return None
-        if not call.group.concurrent:
-            self.progress_count += 1
-            self.last_progress_at = now
-        return call.group
+    def settle_unknown(self, number: int, payload: memoryview) -> None:
+        """Handles a result of no open call: that of the start, or one that has come before."""
+        if number == START_CALL_ID:
+            self.record_progress()
+            self.started.settle(payload)
 
     def _settle_call(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
-        """Handles the outcome of a call."""
+        """Handles the outcome of a call that did not come with those of other workers."""
         with self._lock:
-            call = self._open_calls.pop(number, None)
+            call = self.node.calls.take(number, self)
             self._unacknowledged.append(number)
-        if call is None and number != START_CALL_ID:
+        if call is None:
+            if error is None:
+                self.settle_unknown(number, payload)
+            elif number == START_CALL_ID:
+                self.record_progress()
+                self.started.fail(error)
             return
-        if call is None or not call.group.concurrent:  # concurrent calls run in the I/O thread
+        if not call.group.concurrent:  # concurrent calls run in the I/O thread
             self.record_progress()
-        if call is None and error is not None:
-            self.started.fail(error)
-        elif call is None:
-            self.started.settle(payload)
-        elif error is not None:
+        if error is not None:
             call.group.fail(self, error)
         else:
             call.group.settle((self,), (payload,), time.monotonic())

@@ -20,7 +20,7 @@ from lockstep.config.rollout import ReissueConfig
 from lockstep.data.samples import Completion
 from lockstep.rollout.client import engine_slot
 from lockstep.rollout.client.engine_failover import EngineFailover, EngineRecovery, WeightSource
-from lockstep.rollout.client.engine_slot import HOLD_PER_ENGINE_S, MAX_HOLD_S, EngineSlot
+from lockstep.rollout.client.engine_slot import HOLD_PER_ENGINE_S, MAX_HOLD_S, CollectCall, EngineSlot
 from lockstep.rollout.client.request_router import EngineLoad, RequestRouter
 from lockstep.rollout.client.stragglers import StragglerDetector, gather_patiently
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, Request, RequestBatch
@@ -62,8 +62,8 @@ class EnginePool:
         self._stragglers = StragglerDetector(reissue or ReissueConfig())
         self.failover = EngineFailover(self, launcher, recovery)
         self._changed = changed
-        self._answers: deque[tuple[EngineSlot, PendingResult[CompletionBatch]]] = deque()
-        """Answered `collect` calls that are not read yet. Appended without the lock."""
+        self._answers: deque[tuple[CollectCall, Sequence[Worker], Callable[[Worker], CompletionBatch]]] = deque()
+        """Answers to `collect` calls that are not read yet. Appended without the lock."""
         self._completions: list[Completion] = []
         """Completions that were read from engines and not collected yet."""
         self._incoming: dict[int, Worker] = {}
@@ -266,11 +266,14 @@ class EnginePool:
     def _request_completions(self, slots: Iterable[EngineSlot]) -> None:
         """Asks engines with open requests for their completions, unless they have been asked already."""
         asked = [slot for slot in slots if slot.collecting is None and self._router.open_requests(slot.rank)]
-        engine_slot.request_completions(asked, self._hold_s, self._on_answer)
+        if asked:
+            CollectCall(asked, self._hold_s, self._on_answers)
 
-    def _on_answer(self, slot: EngineSlot, answer: PendingResult[CompletionBatch]) -> None:
-        """Records an answered `collect` call. Called in any thread, without the lock."""
-        self._answers.append((slot, answer))
+    def _on_answers(
+        self, call: CollectCall, workers: Sequence[Worker], take: Callable[[Worker], CompletionBatch]
+    ) -> None:
+        """Records answers to a `collect` call. Called in any thread, without the lock."""
+        self._answers.append((call, workers, take))
         self._changed.set()
 
     def _take_completions(self, slot: EngineSlot, batch: CompletionBatch) -> None:
@@ -285,11 +288,11 @@ class EnginePool:
 
     def _vacate(self, slot: EngineSlot) -> int:
         """Empties a slot. Returns the number of its requests that go to other engines."""
-        collecting, slot.worker = slot.collecting, None
-        slot.collecting = None
-        if collecting is not None and collecting.done():
+        worker, collecting = slot.worker, slot.collecting
+        slot.worker = slot.collecting = None
+        if worker is not None and collecting is not None and (call := collecting.of(worker)).done():
             with contextlib.suppress(RemoteError, WorkerDied):  # the engine was lost before it sent any
-                self._take_completions(slot, collecting.result(why="completions"))
+                self._take_completions(slot, call.result(why="completions"))
         self._stragglers.forget(slot.rank)
         slot.reset()
         return self._router.remove_engine(slot.rank)
@@ -322,27 +325,26 @@ class EnginePool:
     def _read_answers(self) -> None:
         """Takes the completions that have arrived, and asks their engines for more."""
         while self._answers:
-            slots = []
-            while self._answers:
-                slots.append(self._answers[0][0])
-                self._read_answer(*self._answers.popleft())
+            slots: list[EngineSlot] = []
             with self._lock:
+                while self._answers:
+                    call, workers, take = self._answers.popleft()
+                    slots += [call.slots[worker] for worker in workers if self._read_answer(call, worker, take)]
                 self._request_completions(slots)
 
-    def _read_answer(self, slot: EngineSlot, answer: PendingResult[CompletionBatch]) -> None:
-        with self._lock:
-            worker = slot.worker
-            if slot.collecting is not answer or worker is None:
-                return
+    def _read_answer(self, call: CollectCall, worker: Worker, take: Callable[[Worker], CompletionBatch]) -> bool:
+        """Reads an answer, with the lock held. Returns whether the engine may be asked again."""
+        slot = call.slots[worker]
+        if slot.collecting is not call or slot.worker is not worker:
+            return False
+        slot.collecting = None
         try:
-            batch = answer.result(why="completions")
+            batch = take(worker)
         except (RemoteError, WorkerDied) as error:
             self._handle_loss(slot, worker, error)
-            return
-        with self._lock:
-            if slot.collecting is answer:
-                slot.collecting = None
-                self._take_completions(slot, batch)
+            return False
+        self._take_completions(slot, batch)
+        return True
 
     def _handle_loss(self, slot: EngineSlot, worker: Worker, error: CallError) -> None:
         """Handles the loss of an engine: keeps its completions, sends its requests to others, and starts a replacement.

@@ -1,10 +1,11 @@
 """The slot of an engine in the pool: the current worker, and the calls to it that no thread waits for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from lockstep.cluster.protocol import PendingResult, Worker
+from lockstep.cluster.rpc.futures import on_answers
 from lockstep.cluster.rpc.group_calls import submit_all
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress
 
@@ -24,7 +25,7 @@ class EngineSlot:
     """None while the engine is being replaced or is excluded."""
     acknowledged: int = 0
     """Sequence number of the newest completion that arrived."""
-    collecting: PendingResult[CompletionBatch] | None = None
+    collecting: "CollectCall | None" = None
     """The `collect` call that is not answered, or whose answer is not read yet."""
     counters: PendingResult[EngineProgress] | None = None
     """The newest `progress` call, until its answer is read."""
@@ -41,16 +42,31 @@ class EngineSlot:
         self.acknowledged, self.counters, self.aborting = 0, None, None
 
 
-def request_completions(
-    slots: Iterable[EngineSlot], hold_s: float, answered: Callable[[EngineSlot, PendingResult[CompletionBatch]], None]
-) -> None:
-    """Calls `collect` of the engines in these slots. When one answers, `answered` is called in any thread."""
-    filled = [(slot, slot.worker) for slot in slots if slot.worker is not None]
-    arguments = ((slot.acknowledged, hold_s) for slot, _ in filled)
-    calls = submit_all([worker for _, worker in filled], EngineAPI.collect, arguments)
-    for (slot, _), pending in zip(filled, calls, strict=True):
-        slot.collecting = pending
-        pending.on_done(partial(answered, slot, pending))
+class CollectCall:
+    """A `collect` call of several engines.
+
+    Args:
+        answered: called in any thread, whenever some of these engines have answered, with the call, the workers, and a
+            function that returns a worker's completions, or raises RemoteError or WorkerDied.
+    """
+
+    def __init__(self, slots: Sequence[EngineSlot], hold_s: float, answered: "Answered") -> None:
+        self._workers = [slot.worker for slot in slots if slot.worker is not None]
+        filled = [slot for slot in slots if slot.worker is not None]
+        self.slots: Mapping[Worker, EngineSlot] = dict(zip(self._workers, filled, strict=True))
+        """The slot of each worker when it was called."""
+        for slot in filled:
+            slot.collecting = self
+        arguments = [(slot.acknowledged, hold_s) for slot in filled]
+        self._calls = submit_all(self._workers, EngineAPI.collect, arguments)
+        on_answers(self._workers, self._calls, partial(answered, self))
+
+    def of(self, worker: Worker) -> PendingResult[CompletionBatch]:
+        """The call of one engine."""
+        return self._calls[self._workers.index(worker)]
+
+
+Answered = Callable[[CollectCall, Sequence[Worker], Callable[[Worker], CompletionBatch]], None]
 
 
 def request_counters(slots: Iterable[EngineSlot]) -> None:

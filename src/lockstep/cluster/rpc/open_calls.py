@@ -1,0 +1,89 @@
+"""The calls of a node's workers that are not answered yet."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lockstep.base.transport.frames import Buffer
+from lockstep.cluster.rpc.codec import MethodSignature
+from lockstep.cluster.rpc.futures import CallGroup
+
+if TYPE_CHECKING:
+    from lockstep.cluster.rpc.remote_worker import RemoteWorker
+
+
+class CallArguments(Protocol):
+    """The encoded arguments of a call of one or many workers."""
+
+    def of(self, worker: "RemoteWorker") -> Sequence[Buffer]:
+        """The parts of the payload for one worker."""
+
+    def messages(self, workers: "Sequence[RemoteWorker]") -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
+        """What is sent to the relay of these workers: some of the workers at a time, with the payloads and bounds of
+        `RelayedCalls`."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """One message's call of one or several workers of a node, kept until all of them have answered."""
+
+    number: int
+    """The id of the call, the same for these workers."""
+    group: CallGroup[Any]
+    """What waits for the results of all its workers, also of other nodes."""
+    signature: MethodSignature
+    arguments: CallArguments
+    workers: "Sequence[RemoteWorker]"
+    channels: Sequence[int] = ()
+    """The channels of the workers in their node's relay; none for a worker that is called by itself."""
+    left: "set[RemoteWorker] | None" = None
+    """The workers that have not answered; None if no worker has."""
+
+    def awaits(self, worker: "RemoteWorker") -> bool:
+        """Whether the worker was called and has not answered."""
+        return worker in (self.workers if self.left is None else self.left)
+
+
+class OpenCalls:
+    """The open calls of the workers of one node, by id. A call is entered and sent while `lock` is held, so that calls
+    of several threads leave in the order of their ids."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._calls: dict[int, OpenCall] = {}
+
+    def add(self, call: OpenCall) -> None:
+        """Enters a call. The caller holds the lock, and sends it before it releases the lock."""
+        self._calls[call.number] = call
+
+    def of(self, worker: "RemoteWorker") -> list[OpenCall]:
+        """The calls that a worker has not answered, in the order of their ids."""
+        with self.lock:
+            return [call for call in self._calls.values() if call.awaits(worker)]
+
+    def take(self, number: int, worker: "RemoteWorker") -> OpenCall | None:
+        """Records that a worker has answered a call. Returns None if it had answered it before, or never got it."""
+        with self.lock:
+            call = self._calls.get(number)
+            if call is None or not call.awaits(worker):
+                return None
+            if call.left is None and len(call.workers) > 1:
+                call.left = set(call.workers)
+            if call.left is not None:
+                call.left.discard(worker)
+            if not call.left:
+                del self._calls[number]
+            return call
+
+    def take_complete(self, number: int, channels: Sequence[int]) -> OpenCall | None:
+        """Records that all workers of a call have answered in one message. Returns None, and does nothing, unless these
+        are their channels, in any order, and none of them had answered before."""
+        with self.lock:
+            call = self._calls.get(number)
+            if call is None or call.left is not None or len(call.channels) != len(channels):
+                return None
+            if call.channels != channels and set(call.channels) != set(channels):
+                return None
+            del self._calls[number]
+            return call
