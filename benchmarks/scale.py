@@ -142,9 +142,7 @@ class World:
         side_by_side = self.size.per_node or 1
         nodes = [make_node(f"{role}-{first}") for first in range(0, count, side_by_side)]
         return [
-            FakeWorker(
-                self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"), nodes[rank // side_by_side]
-            )
+            FakeWorker(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"), nodes[rank // side_by_side])
             for rank in range(count)
         ]
 

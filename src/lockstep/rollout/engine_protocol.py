@@ -5,6 +5,7 @@ to its worker (`EngineAPI`). Also what all engines do with requests: seeds, vali
 import hashlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -203,16 +204,26 @@ class CompletionBatch:
     @property
     def completions(self) -> list[Completion]:
         """The completions, unpacked. Each call copies the arrays."""
-        tokens = np.frombuffer(bytearray(self.tokens), np.int32)
-        logprobs = np.frombuffer(bytearray(self.logprobs), np.float32)
-        versions = np.frombuffer(bytearray(self.versions), np.int32)
-        unpacked, begin = [], 0
-        for request, finish, text, size in zip(self.requests, self.finishes, self.texts, self.sizes, strict=True):
-            end = begin + size
-            arrays = tokens[begin:end], logprobs[begin:end], versions[begin:end]
-            unpacked.append(Completion(request, *arrays, finish, text))
-            begin = end
-        return unpacked
+        return self.unpack_all([self])[0]
+
+    @staticmethod
+    def unpack_all(batches: "Sequence[CompletionBatch]") -> "list[list[Completion]]":
+        """The completions of each batch. Those of all batches share the memory of their arrays, a copy."""
+        ends = list(accumulate(chain.from_iterable(batch.sizes for batch in batches)))
+        parts = list(map(slice, chain((0,), ends), ends))
+        columns = (
+            np.frombuffer(bytearray().join([batch.tokens for batch in batches]), np.int32),
+            np.frombuffer(bytearray().join([batch.logprobs for batch in batches]), np.float32),
+            np.frombuffer(bytearray().join([batch.versions for batch in batches]), np.int32),
+        )
+        unpacked = map(
+            Completion,
+            chain.from_iterable(batch.requests for batch in batches),
+            *(map(column.__getitem__, parts) for column in columns),
+            chain.from_iterable(batch.finishes for batch in batches),
+            chain.from_iterable(batch.texts for batch in batches),
+        )
+        return [list(islice(unpacked, len(batch.sizes))) for batch in batches]
 
 
 class EngineAPI(Protocol):

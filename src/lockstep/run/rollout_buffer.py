@@ -214,7 +214,11 @@ class RolloutBuffer:
         del self._rounds[step]
 
     def _check_staleness(self, step: int, groups: Sequence[Group]) -> None:
-        versions = [each.own(each.versions) for group in groups for each in group.completions]
+        versions = [
+            each.versions if each.mask is None else each.own(each.versions)
+            for group in groups
+            for each in group.completions
+        ]
         oldest = int(np.concatenate(versions).min(initial=step)) if versions else step
         if oldest < step - self.max_staleness:
             raise TooStale(step, oldest, self.max_staleness)

@@ -134,13 +134,15 @@ class CallGroup(Sequence[PendingCall[R]]):
         self._read = read
         self._lock = threading.Lock()
         self._left = len(workers)
+        self._arrived: list[tuple[Sequence[CallTarget], Sequence[memoryview], float]] = []
+        """Workers with their encoded results, and when these arrived, which are not in `_answers` yet."""
         self._answers: dict[CallTarget, tuple[memoryview, float]] = {}
-        """The encoded result of each worker, and when it arrived."""
+        """The encoded result of each worker, and when it arrived: filled when somebody asks for one worker."""
         self._errors: dict[CallTarget, tuple[Exception, float]] = {}
         self._calls: dict[CallTarget, PendingCall[R]] = {}
         """The handles that were asked for."""
         self._callbacks: Sequence[Callable[[], None]] = _NONE
-        self._on_answers: Callable[[Sequence[CallTarget]], None] | None = None
+        self._on_answers: Callable[[Sequence[CallTarget], Callable[[], list[R]]], None] | None = None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -155,8 +157,9 @@ class CallGroup(Sequence[PendingCall[R]]):
             call = self._calls.get(worker)
             if call is None:
                 call = PendingCall(worker, self.label, self._read, self.concurrent, self.submitted_at)
-                if worker in self._answers:
-                    call.settle(*self._answers[worker])
+                answers = self._all_answers()
+                if worker in answers:
+                    call.settle(*answers[worker])
                 elif worker in self._errors:
                     call.fail(*self._errors[worker])
                 self._calls[worker] = call
@@ -174,31 +177,26 @@ class CallGroup(Sequence[PendingCall[R]]):
                 return
         callback()
 
-    def on_answers(self, callback: Callable[[Sequence[CallTarget]], None]) -> None:
-        """Calls `callback` with the workers whose results or failures have arrived, whenever some have, in the thread
-        that receives them; at once with those that are there. `take` then returns their results."""
+    def on_answers(self, callback: Callable[[Sequence[CallTarget], Callable[[], list[R]]], None]) -> None:
+        """Calls `callback` as the function `on_answers` does."""
         with self._lock:
             self._on_answers = callback
-            known = [*self._answers, *self._errors]
-        if known:
-            callback(known)
-
-    def take(self, worker: CallTarget) -> R:
-        """Returns the result of a worker whose result or failure has arrived. Raises RemoteError, WorkerDied."""
-        if worker in self._errors:
-            raise self._errors[worker][0]
-        return self._read(self._answers[worker][0])
+            known, failed = list(self._all_answers().items()), list(self._errors.items())
+        for worker, (payload, _) in known:
+            callback((worker,), partial(self._read_all, (payload,)))
+        for worker, (error, _) in failed:
+            callback((worker,), partial(_raise, error))
 
     def settle(self, workers: Sequence[CallTarget], payloads: Sequence[memoryview], now: float) -> None:
         """Stores the encoded results of some workers; whoever needs the values decodes them."""
         with self._lock:
-            self._answers.update(zip(workers, zip(payloads, repeat(now), strict=False), strict=True))
+            self._arrived.append((workers, payloads, now))
             callbacks, on_answers = self._settled(len(workers), now), self._on_answers
             known = list(filter(self._calls.get, workers)) if self._calls else ()
         if on_answers is not None:
-            on_answers(workers)
+            on_answers(workers, partial(self._read_all, payloads))
         for worker in known:
-            self._calls[worker].settle(*self._answers[worker])
+            self._calls[worker].settle(payloads[workers.index(worker)], now)
         for callback in callbacks:
             callback()
 
@@ -210,7 +208,7 @@ class CallGroup(Sequence[PendingCall[R]]):
             call, callbacks = self._calls.get(worker), self._settled(1, now)
             on_answers = self._on_answers
         if on_answers is not None:
-            on_answers((worker,))
+            on_answers((worker,), partial(_raise, error))
         if call is not None:
             call.fail(error, now)
         call_failed(self)
@@ -226,15 +224,35 @@ class CallGroup(Sequence[PendingCall[R]]):
         callbacks, self._callbacks = self._callbacks, _NONE
         return callbacks
 
+    def _all_answers(self) -> dict[CallTarget, tuple[memoryview, float]]:
+        """The encoded result of each worker, and when it arrived. The caller holds the lock."""
+        for workers, payloads, now in self._arrived:
+            self._answers.update(zip(workers, zip(payloads, repeat(now), strict=False), strict=True))
+        self._arrived.clear()
+        return self._answers
+
+    def _read_all(self, payloads: Sequence[memoryview]) -> list[R]:
+        return list(map(self._read, payloads))
+
     def values(self) -> list[R]:
         """The workers' results, when all are there and none has failed."""
-        return [self._read(self._answers[worker][0]) for worker in self.workers]
+        with self._lock:
+            answers = self._all_answers()
+        return [self._read(answers[worker][0]) for worker in self.workers]
+
+    def any_value(self) -> R:
+        """The result of one of the workers, when all are there and none has failed."""
+        with self._lock:
+            payload = self._arrived[0][1][0] if self._arrived else next(iter(self._answers.values()))[0]
+        return self._read(payload)
 
     def missing(self) -> Sequence[CallTarget]:
         """The workers whose result or failure has not arrived."""
         if not self._left:
             return ()
-        return [each for each in self.workers if each not in self._answers and each not in self._errors]
+        with self._lock:
+            answers = self._all_answers()
+        return [each for each in self.workers if each not in answers and each not in self._errors]
 
     def failures(self) -> Sequence[PendingCall[R]]:
         """The calls that have failed."""
@@ -262,22 +280,30 @@ def gather_results(pendings: Sequence[PendingResult[R]], why: str, stall_s: floa
 def on_answers(
     workers: Sequence[W],
     pendings: Sequence[PendingResult[R]],
-    callback: Callable[[Sequence[W], Callable[[W], R]], None],
+    callback: Callable[[Sequence[W], Callable[[], list[R]]], None],
 ) -> None:
-    """Calls `callback(answered, take)` whenever some of the workers of a call have answered, in the thread that
-    receives the answers; at once with those that have. `take(worker)` returns the worker's result, or raises
-    RemoteError or WorkerDied."""
+    """Calls `callback(answered, read)` whenever some of the workers of a call have answered, in the thread that
+    receives the answers; at once for those that have. `read()` returns their results in order, or raises RemoteError or
+    WorkerDied; a worker that has failed comes alone."""
     if isinstance(pendings, CallGroup):
-        pendings.on_answers(lambda answered: callback(answered, pendings.take))  # type: ignore[arg-type]
+        pendings.on_answers(callback)  # type: ignore[arg-type]
         return
     for worker, pending in zip(workers, pendings, strict=True):
-        pending.on_done(partial(callback, (worker,), lambda _, pending=pending: pending.result("its answer")))  # type: ignore[misc]
+        pending.on_done(partial(callback, (worker,), partial(_read_one, pending)))
+
+
+def _read_one(pending: PendingResult[R]) -> list[R]:
+    return [pending.result(why="its answer")]
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def gather_identical(pendings: Sequence[PendingResult[R]], why: str) -> R:
-    """Like `gather_results` for calls that all have the same result: only the first one is decoded."""
+    """Like `gather_results` for calls that all have the same result: only one is decoded."""
     wait_for_calls([pendings], why)
-    return _require_pending_call(pendings[0]).take()
+    return pendings.any_value() if isinstance(pendings, CallGroup) else _require_pending_call(pendings[0]).take()
 
 
 def wait_for_calls(groups: Iterable[Sequence[PendingResult[Any]]], why: str, stall_s: float | None = None) -> None:

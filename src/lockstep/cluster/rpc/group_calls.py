@@ -84,23 +84,26 @@ class _ScatteredArguments:
 
     def messages(self, workers: Sequence[RemoteWorker]) -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
         rows = [self._index[worker] for worker in workers]
+        for part in self._side_by_side(rows):
+            first, last = rows[part][0], rows[part][-1] + 1
+            yield part, self._between(first, last), self._bounds[:, first : last + 1].tobytes()
+
+    def _side_by_side(self, rows: list[int]) -> Iterator[slice]:
+        """The parts of these rows that are next to each other in the columns, and not too large for a message."""
+        ends = self._ends
+        if rows == list(range(rows[0], rows[0] + len(rows))) and ends[rows[-1] + 1] - ends[rows[0]] <= MAX_BATCH_BYTES:
+            yield slice(0, len(rows))  # as usual
+            return
         begin = 0
         for end in range(1, len(rows) + 1):
-            full = end < len(rows) and self._ends[rows[end] + 1] - self._ends[rows[begin]] > MAX_BATCH_BYTES
-            if end < len(rows) and rows[end] == rows[end - 1] + 1 and not full:  # next to each other in the columns
-                continue
-            first, last = rows[begin], rows[end - 1] + 1
-            own = self._bounds[:, first : last + 1]
-            yield slice(begin, end), self._between(first, last), (own - own[:, :1]).tobytes()
-            begin = end
+            full = end < len(rows) and ends[rows[end] + 1] - ends[rows[begin]] > MAX_BATCH_BYTES
+            if end == len(rows) or rows[end] != rows[end - 1] + 1 or full:
+                yield slice(begin, end)
+                begin = end
 
     def _between(self, first: int, last: int) -> Sequence[Buffer]:
-        begins, ends = self._bounds[:, first].tolist(), self._bounds[:, last].tolist()
-        return [self._head, *map(_slice, self._columns, begins, ends)]
-
-
-def _slice(column: memoryview, begin: int, end: int) -> memoryview:
-    return column[begin:end]
+        parts = map(slice, self._bounds[:, first].tolist(), self._bounds[:, last].tolist())
+        return [self._head, *map(memoryview.__getitem__, self._columns, parts)]
 
 
 def submit_all(

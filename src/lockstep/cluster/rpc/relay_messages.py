@@ -35,7 +35,7 @@ class RelayedCalls(msgspec.Struct, tag=1, array_like=True):
     """As in `RelayedAcks`."""
     bounds: bytes = b""
     """int64 `[columns, channels + 1]`: where the piece of each channel begins in each column, in bytes, and the last
-    ends."""
+    ends, counted from any place before the column."""
 
 
 class RelayedFrames(msgspec.Struct, tag=2, array_like=True):
@@ -132,10 +132,11 @@ def cut_columns(columns: Sequence[memoryview], bounds: bytes, channels: int) -> 
         raise ValueError(f"{len(edges)} bounds of {len(columns)} columns and {channels} channels")
     by_column = [edges[at : at + channels + 1].tolist() for at in range(0, len(edges), channels + 1)]
     for column, own in zip(columns, by_column, strict=True):
-        if own[0] != 0 or own[-1] != len(column) or own != sorted(own):
+        if own[-1] - own[0] != len(column) or own != sorted(own):
             raise ValueError("the bounds of a relayed call are not those of its columns")
+    cut = [(column, own, own[0]) for column, own in zip(columns, by_column, strict=True)]
     for number in range(channels):
-        yield [column[own[number] : own[number + 1]] for column, own in zip(columns, by_column, strict=True)]
+        yield [column[own[number] - begin : own[number + 1] - begin] for column, own, begin in cut]
 
 
 def cut_batches(sizes: Sequence[int]) -> Iterator[slice]:

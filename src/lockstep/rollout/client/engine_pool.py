@@ -62,7 +62,7 @@ class EnginePool:
         self._stragglers = StragglerDetector(reissue or ReissueConfig())
         self.failover = EngineFailover(self, launcher, recovery)
         self._changed = changed
-        self._answers: deque[tuple[CollectCall, Sequence[Worker], Callable[[Worker], CompletionBatch]]] = deque()
+        self._answers: deque[tuple[CollectCall, Sequence[Worker], Callable[[], list[CompletionBatch]]]] = deque()
         """Answers to `collect` calls that are not read yet. Appended without the lock."""
         self._completions: list[Completion] = []
         """Completions that were read from engines and not collected yet."""
@@ -270,21 +270,23 @@ class EnginePool:
             CollectCall(asked, self._hold_s, self._on_answers)
 
     def _on_answers(
-        self, call: CollectCall, workers: Sequence[Worker], take: Callable[[Worker], CompletionBatch]
+        self, call: CollectCall, workers: Sequence[Worker], read: Callable[[], list[CompletionBatch]]
     ) -> None:
         """Records answers to a `collect` call. Called in any thread, without the lock."""
-        self._answers.append((call, workers, take))
+        self._answers.append((call, workers, read))
         self._changed.set()
 
-    def _take_completions(self, slot: EngineSlot, batch: CompletionBatch) -> None:
-        """Keeps an engine's completions, and aborts the same requests in other engines."""
-        slot.acknowledged = batch.sequence
-        fresh, duplicates = self._router.complete(slot.rank, batch.completions)
-        self._completions += fresh
-        for rank, ids in duplicates.items():
-            other = self._slots[rank]
-            if other.worker is not None:
-                other.aborting = other.worker.submit(EngineAPI.abort, ids)
+    def _take_completions(self, answered: Sequence[tuple[EngineSlot, CompletionBatch]]) -> None:
+        """Keeps engines' completions, and aborts the same requests in other engines."""
+        unpacked = CompletionBatch.unpack_all([batch for _, batch in answered])
+        for (slot, batch), completions in zip(answered, unpacked, strict=True):
+            slot.acknowledged = batch.sequence
+            fresh, duplicates = self._router.complete(slot.rank, completions)
+            self._completions += fresh
+            for rank, ids in duplicates.items():
+                other = self._slots[rank]
+                if other.worker is not None:
+                    other.aborting = other.worker.submit(EngineAPI.abort, ids)
 
     def _vacate(self, slot: EngineSlot) -> int:
         """Empties a slot. Returns the number of its requests that go to other engines."""
@@ -292,7 +294,7 @@ class EnginePool:
         slot.worker = slot.collecting = None
         if worker is not None and collecting is not None and (call := collecting.of(worker)).done():
             with contextlib.suppress(RemoteError, WorkerDied):  # the engine was lost before it sent any
-                self._take_completions(slot, call.result(why="completions"))
+                self._take_completions([(slot, call.result(why="completions"))])
         self._stragglers.forget(slot.rank)
         slot.reset()
         return self._router.remove_engine(slot.rank)
@@ -325,26 +327,22 @@ class EnginePool:
     def _read_answers(self) -> None:
         """Takes the completions that have arrived, and asks their engines for more."""
         while self._answers:
-            slots: list[EngineSlot] = []
             with self._lock:
+                answered: list[tuple[EngineSlot, CompletionBatch]] = []
                 while self._answers:
-                    call, workers, take = self._answers.popleft()
-                    slots += [call.slots[worker] for worker in workers if self._read_answer(call, worker, take)]
-                self._request_completions(slots)
-
-    def _read_answer(self, call: CollectCall, worker: Worker, take: Callable[[Worker], CompletionBatch]) -> bool:
-        """Reads an answer, with the lock held. Returns whether the engine may be asked again."""
-        slot = call.slots[worker]
-        if slot.collecting is not call or slot.worker is not worker:
-            return False
-        slot.collecting = None
-        try:
-            batch = take(worker)
-        except (RemoteError, WorkerDied) as error:
-            self._handle_loss(slot, worker, error)
-            return False
-        self._take_completions(slot, batch)
-        return True
+                    call, workers, read = self._answers.popleft()
+                    waiting = [call.slots[worker] for worker in workers]
+                    try:
+                        batches = read()
+                    except (RemoteError, WorkerDied) as error:
+                        if waiting[0].collecting is call:
+                            self._handle_loss(waiting[0], workers[0], error)
+                        continue
+                    answered += [each for each in zip(waiting, batches, strict=True) if each[0].collecting is call]
+                for slot, _ in answered:
+                    slot.collecting = None
+                self._take_completions(answered)
+                self._request_completions([slot for slot, _ in answered])
 
     def _handle_loss(self, slot: EngineSlot, worker: Worker, error: CallError) -> None:
         """Handles the loss of an engine: keeps its completions, sends its requests to others, and starts a replacement.

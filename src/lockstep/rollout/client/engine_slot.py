@@ -46,8 +46,8 @@ class CollectCall:
     """A `collect` call of several engines.
 
     Args:
-        answered: called in any thread, whenever some of these engines have answered, with the call, the workers, and a
-            function that returns a worker's completions, or raises RemoteError or WorkerDied.
+        answered: called in any thread, whenever some of these engines have answered, with the call, and with the
+            workers and their answers as `on_answers` has them.
     """
 
     def __init__(self, slots: Sequence[EngineSlot], hold_s: float, answered: "Answered") -> None:
@@ -66,7 +66,7 @@ class CollectCall:
         return self._calls[self._workers.index(worker)]
 
 
-Answered = Callable[[CollectCall, Sequence[Worker], Callable[[Worker], CompletionBatch]], None]
+Answered = Callable[[CollectCall, Sequence[Worker], Callable[[], list[CompletionBatch]]], None]
 
 
 def request_counters(slots: Iterable[EngineSlot]) -> None:

@@ -119,7 +119,7 @@ class RequestRouter:
         fresh = [each for each in completions if requests.pop(each.request, None) is not None]
         self.load.set(rank, len(requests))
         duplicates: dict[int, list[str]] = {}
-        for each in fresh:
+        for each in fresh if self._copies else ():
             for other in self._copies.pop(each.request, set()) - {rank}:
                 if self._open[other].pop(each.request, None) is not None:
                     duplicates.setdefault(other, []).append(each.request)
