@@ -113,8 +113,9 @@ class FakeWorker:
         """Answers who asked for completions, as the engine's service does after each decode step."""
         with self._lock:
             if self._question is not None and self._outbox.due(*self._question[1:]):
-                (number, ack, _), self._question = self._question, None
-                self._say(number, EngineAPI.collect, self._outbox.collect(ack))
+                (number, ack, hold_s), self._question = self._question, None
+                patience_s = self._outbox.patience_s(hold_s)
+                self._say(number, EngineAPI.collect, self._outbox.collect(ack), patience_s)
 
     def _called(self, call: CallMessage, payload: memoryview) -> None:
         self.calls[call.method] += 1
@@ -132,8 +133,9 @@ class FakeWorker:
             self._outbox.expect(requests)
         self._say(call.id, method, _value(call.method))
 
-    def _say(self, number: int, method: Any, value: Any) -> None:
-        self.answer(bytearray(b"".join(pack_message(ResultMessage(number), signature_of(method).encode_result(value)))))
+    def _say(self, number: int, method: Any, value: Any, patience_s: float = 0.0) -> None:
+        payload = signature_of(method).encode_result(value)
+        self.answer(bytearray(b"".join(pack_message(ResultMessage(number, patience_s), payload))))
 
 
 @dataclass(slots=True)

@@ -212,11 +212,14 @@ class DeferredResult(Generic[T]):
     """
 
     def __init__(self) -> None:
+        self.patience_s = 0.0
+        """How long the value may wait for those of other workers of its node that have the same method to answer."""
         self._outcome: tuple[T | None, Exception | None] | None = None
         self._callback: Callable[[T | None, Exception | None], None] | None = None
 
-    def settle(self, value: T) -> None:
+    def settle(self, value: T, patience_s: float = 0.0) -> None:
         """Sets the value."""
+        self.patience_s = patience_s
         self._set_outcome(value, None)
 
     def fail(self, error: Exception) -> None:

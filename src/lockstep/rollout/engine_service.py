@@ -165,8 +165,9 @@ class EngineService:
     def _answer_calls(self) -> None:
         """Answers open `collect` calls if completions are due."""
         if self._collecting and any(self._outbox.due(ack, hold_s) for ack, hold_s, _ in self._collecting):
-            for ack, _, answer in self._collecting:
-                answer.settle(self._outbox.collect(ack))
+            for ack, hold_s, answer in self._collecting:
+                patience_s = self._outbox.patience_s(hold_s)
+                answer.settle(self._outbox.collect(ack), patience_s)
             self._collecting.clear()
 
 
@@ -206,6 +207,13 @@ class Outbox:
             return bool(self._kept)
         others_as_urgent = any(request.priority <= self._urgency for request in self._open.values())
         return not others_as_urgent or time.monotonic() // hold_s > self._unsent_since // hold_s
+
+    def patience_s(self, hold_s: float) -> float:
+        """How long completions that are due may wait for those of other engines of the host: until its clock reaches a
+        multiple of `hold_s` if this engine has no request left, else not at all. The last engine waits for nobody."""
+        if hold_s <= 0 or self._open or self._urgency == -math.inf:
+            return 0.0
+        return hold_s - time.monotonic() % hold_s
 
     def acknowledge(self, ack: int) -> None:
         """Drops the completions up to number `ack`. Raises ValueError for a number that was never sent."""

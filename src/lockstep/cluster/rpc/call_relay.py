@@ -7,6 +7,7 @@ until they are answered. So a relay may end at any time; its workers then connec
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -58,6 +59,7 @@ class WorkerEnd(Protocol):
 class _Batch:
     """A call of several workers."""
 
+    method: str
     left: int
     """How many of them have not answered."""
 
@@ -84,6 +86,8 @@ class CallRelay:
         self._send_up = send
         self._numbers = itertools.count(1)
         self._channels: dict[int, _Channel] = {}
+        self._owed: Counter[str] = Counter()
+        """How many calls of batches are not answered, by method."""
         self._results: list[tuple[int, int, memoryview]] = []
         """Channel, id and payload of results that were not sent yet."""
         self._frames: list[tuple[int, bytearray]] = []
@@ -107,8 +111,8 @@ class CallRelay:
         if closed is None:
             return
         closed.connection.close()
-        for batch in closed.open.values():
-            batch.left -= 1
+        for number in list(closed.open):
+            self._answered(closed, number)
         self.flush()  # what it has sent, and what waited for it
         self._send_up(pack_relayed(ChannelClosed(channel)))
 
@@ -138,11 +142,11 @@ class CallRelay:
         message, payload = unpack_to_controller(frame)
         self._bytes += len(frame)
         match message:
-            case ResultMessage(id=number):
+            case ResultMessage(id=number, patience_s=patience_s):
                 self._results.append((channel, number, payload))
-                self._deliver(0.0 if self._is_last(channel, number) else DELAY_S)
+                self._deliver(self._delay_s(self._answered(self._channels.get(channel), number), patience_s))
             case FailureMessage(id=number):
-                self._is_last(channel, number)
+                self._answered(self._channels.get(channel), number)
                 self._frames.append((channel, frame))
                 self._deliver(0.0)
             case HeartbeatMessage():
@@ -186,7 +190,8 @@ class CallRelay:
             arguments = [[head, *pieces] for pieces in cut_columns(columns, calls.bounds, count)]
         else:
             arguments = [[each] for each in payloads] * (count if len(payloads) == 1 else 1)
-        batch, number, arrived = _Batch(count), calls.id, _by_channel(calls.arrived)
+        batch, number, arrived = _Batch(calls.method, count), calls.id, _by_channel(calls.arrived)
+        self._owed[calls.method] += count
         for channel, each in zip(calls.channels, arguments, strict=True):
             if channel in self._channels:
                 self._channels[channel].open[number] = batch
@@ -194,6 +199,7 @@ class CallRelay:
                 self._send_down(channel, (pack_body(call), *each))
             else:
                 batch.left -= 1
+                self._owed[calls.method] -= 1
         self._acknowledge(arrived)
 
     def _acknowledge(self, arrived: Mapping[int, list[int]]) -> None:
@@ -211,14 +217,22 @@ class CallRelay:
         except WireError:
             self.close(channel)
 
-    def _is_last(self, channel: int, number: int) -> bool:
-        """Records that a call is answered. Returns whether no other worker's result of the same call is awaited."""
-        of = self._channels.get(channel)
-        batch = None if of is None else of.open.pop(number, None)
+    def _answered(self, channel: _Channel | None, number: int) -> _Batch | None:
+        """Records that a worker owes no answer to a call any more. Returns the call's batch, if it has one."""
+        batch = None if channel is None else channel.open.pop(number, None)
+        if batch is not None:
+            batch.left -= 1
+            self._owed[batch.method] -= 1
+        return batch
+
+    def _delay_s(self, batch: _Batch | None, patience_s: float) -> float:
+        """How long a result waits for others: a moment while some of the same call are missing, and if it has more
+        patience, as long as other workers have any call of the method to answer."""
         if batch is None:
-            return True
-        batch.left -= 1
-        return batch.left == 0
+            return 0.0
+        if patience_s > DELAY_S:
+            return patience_s if self._owed[batch.method] else 0.0
+        return DELAY_S if batch.left else 0.0
 
     def _deliver(self, delay_s: float) -> None:
         if delay_s == 0.0 or self._bytes > MAX_BATCH_BYTES:

@@ -130,6 +130,8 @@ class ResultMessage(msgspec.Struct, tag=5, array_like=True):
     """Worker to controller; payload: what the method returned."""
 
     id: int
+    patience_s: float = 0.0
+    """How long a relay may keep the result for those of other workers that have the same method to answer."""
 
 
 class FailureMessage(msgspec.Struct, tag=6, array_like=True):

@@ -226,7 +226,7 @@ class ServiceRunner:
         self._deferred.discard(deferred)
         if error is None:
             try:
-                self._answers.answer(ResultMessage(call.id), signature.encode_result(value))
+                self._answers.answer(ResultMessage(call.id, deferred.patience_s), signature.encode_result(value))
                 return
             except CodecError as codec_error:
                 error = codec_error
