@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -32,8 +33,10 @@ MAX_FRAME = 4 << 30
 BULK_BYTES = 64 << 10
 """The bytes of frames above this size are counted in `Connection.bulk_bytes` while they are transferred."""
 
-READ_AHEAD = 4096
+READ_AHEAD = 32 << 10
 """Bytes read at a time when fewer are needed."""
+JOINED_BYTES = 32 << 10
+"""A frame below this size is written as one buffer."""
 
 _LENGTH = struct.Struct(">Q")
 
@@ -155,23 +158,25 @@ class Connection:
             FrameTooLarge: nothing was queued.
             ConnectionClosed: the connection is closed.
         """
-        # Empty views are left out, because they would never count as sent.
-        views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
-        size = sum(view.nbytes for view in views)
+        size = sum([part.nbytes if isinstance(part, memoryview) else len(part) for part in parts])
         if size > self.max_frame:
             raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")
         if self._closed:
             raise ConnectionClosed(self.peer.name, "the connection is closed")
+        if size < JOINED_BYTES:
+            parts = (b"".join(parts),)
+        else:  # without empty views, which would never count as sent
+            parts = tuple([view for part in parts if (view := memoryview(part).cast("B")).nbytes])
         with self._queueing:
             code = self._sent_codes.next(size)
             header = _LENGTH.pack(size) + code.digest()
             content = content_hash(code, size)
-            for view in views:
-                content.update(view)
+            for part in parts:
+                content.update(part)
             if content is not code:
                 code.update(content.digest())
-            parts = header, *views, code.digest()
-            self._outbox.extend((memoryview(b"".join(parts)),) if size < 4096 else map(memoryview, parts))
+            frame = header, *parts, code.digest()
+            self._outbox.extend((memoryview(b"".join(frame)),) if size < JOINED_BYTES else map(memoryview, frame))
 
     def flush(self) -> bool:
         """Writes as much as the socket accepts without blocking. Returns whether everything is written.
@@ -250,7 +255,7 @@ class Connection:
 
     def _write(self) -> bool:
         while self._outbox:
-            views = [self._outbox[i] for i in range(min(len(self._outbox), 16))]
+            views = list(islice(self._outbox, 16))
             try:
                 sent = self._socket.sendmsg(views)
             except (BlockingIOError, InterruptedError):
