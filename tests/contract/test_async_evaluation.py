@@ -95,10 +95,10 @@ def test_evaluation_has_priority_over_requests_of_later_steps(model: Path) -> No
     worker = LocalEngine(model, rows=4)
     engines = RolloutClient([worker], SamplingConfig(max_tokens=60, ignore_eos=True), seed=0)  # type: ignore[list-item]
     ahead = [
-        engines.request(f"{step}/{prompt.uid}/{k}", step, prompt, k)
+        request
         for step in (2, 1)
         for prompt in prompts(3, first=10 * step)
-        for k in range(4)
+        for request in engines.requests(step, prompt, {f"{step}/{prompt.uid}/{k}": k for k in range(4)})
     ]
     engines.submit(ahead, queue="rollouts")
     for _ in range(5):
@@ -127,7 +127,7 @@ def test_requests_of_equal_priority_stay_in_their_order(model: Path) -> None:
     worker = LocalEngine(model, rows=1)
     engines = RolloutClient([worker], SamplingConfig(max_tokens=2, ignore_eos=True), seed=0)  # type: ignore[list-item]
     for count in range(4):
-        engines.submit([engines.request(f"3/{count}", 3, prompts(1, first=count)[0], 0)], queue="x")
+        engines.submit(engines.requests(3, prompts(1, first=count)[0], {f"3/{count}": 0}), queue="x")
     order: list[str] = []
     while len(order) < 4:
         worker.service.background()
@@ -141,7 +141,7 @@ def test_running_completions_continue_with_new_weights_and_tokens_carry_their_ve
     workers = [LocalEngine(model, rows=4), LocalEngine(model, rows=4)]
     engines = RolloutClient(workers, SamplingConfig(max_tokens=20, ignore_eos=True), seed=0)  # type: ignore[arg-type]
     chosen = prompts(2)
-    requests = [[engines.request(f"3/{prompt.uid}/{k}", 3, prompt, k) for k in range(4)] for prompt in chosen]
+    requests = [engines.requests(3, prompt, {f"3/{prompt.uid}/{k}": k for k in range(4)}) for prompt in chosen]
     engines.submit([request for group in requests for request in group], queue="rollouts")
     assert all(len(worker.service._engine._ids) == 4 for worker in workers), "one group per engine"
     for worker, steps in zip(workers, (5, 11), strict=True):

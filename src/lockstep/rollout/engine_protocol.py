@@ -3,7 +3,7 @@ to its worker (`EngineAPI`). Also what all engines do with requests: seeds, vali
 """
 
 import hashlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 from operator import attrgetter
@@ -136,12 +136,16 @@ class RequestBatch:
     def of(cls, requests: Sequence[Request]) -> "RequestBatch":
         """Packs requests. Those whose prompts and images are the same objects share them."""
         batch, index = cls([], [], [], [], [], [], []), dict[tuple[int, ...], int]()
+        prompt: object = None
+        images: object = None
         for request in requests:
-            key = (id(request.prompt), *map(id, request.images)) if request.images else (id(request.prompt),)
-            if key not in index:
-                index[key] = len(batch.prompts)
-                batch.prompts.append(request.prompt)
-                batch.images.append(request.images)
+            if request.prompt is not prompt or request.images is not images:  # else those of the request before it
+                prompt, images = request.prompt, request.images
+                key = (id(prompt), *map(id, request.images))
+                if key not in index:
+                    index[key] = len(batch.prompts)
+                    batch.prompts.append(request.prompt)
+                    batch.images.append(request.images)
             batch.prompt_of.append(index[key])
         batch.ids = [request.id for request in requests]
         batch.groups = [request.group for request in requests]
@@ -178,12 +182,12 @@ class CompletionBatch:
     texts: list[str]
     sizes: list[int]
     """The number of tokens of each completion."""
-    tokens: bytes
-    """int32, one completion after the other."""
-    logprobs: bytes
-    """float32."""
-    versions: bytes
-    """int32."""
+    tokens: memoryview
+    """Bytes: int32, one completion after the other."""
+    logprobs: memoryview
+    """Bytes: float32."""
+    versions: memoryview
+    """Bytes: int32."""
 
     @classmethod
     def of(cls, sequence: int, completions: Sequence[Completion]) -> "CompletionBatch":
@@ -196,9 +200,9 @@ class CompletionBatch:
             [each.finish for each in completions],
             [each.text for each in completions],
             [len(each.tokens) for each in completions],
-            b"".join(np.asarray(each.tokens, np.int32).tobytes() for each in completions),
-            b"".join(np.asarray(each.logprobs, np.float32).tobytes() for each in completions),
-            b"".join(np.asarray(each.versions, np.int32).tobytes() for each in completions),
+            _joined([np.asarray(each.tokens, np.int32) for each in completions]),
+            _joined([np.asarray(each.logprobs, np.float32) for each in completions]),
+            _joined([np.asarray(each.versions, np.int32) for each in completions]),
         )
 
     @property
@@ -224,6 +228,10 @@ class CompletionBatch:
             chain.from_iterable(batch.texts for batch in batches),
         )
         return [list(islice(unpacked, len(batch.sizes))) for batch in batches]
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> memoryview:
+    return memoryview(b"".join([each.tobytes() for each in arrays]))
 
 
 class EngineAPI(Protocol):
@@ -346,8 +354,18 @@ def request_seed(run_seed: int, step: int, uid: str, k: int) -> int:
     The seed is the same on every machine and in every process and version of Python, so that a repeated generation
     gives the same completion.
     """
-    digest = hashlib.blake2b(f"{run_seed}\0{step}\0{uid}\0{k}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return request_seeds(run_seed, step, uid, (k,))[0]
+
+
+def request_seeds(run_seed: int, step: int, uid: str, numbers: Iterable[int]) -> list[int]:
+    """`request_seed` of several completions of a prompt."""
+    of_prompt = hashlib.blake2b(f"{run_seed}\0{step}\0{uid}\0".encode(), digest_size=8)
+    seeds = []
+    for k in numbers:
+        of_completion = of_prompt.copy()
+        of_completion.update(str(k).encode())
+        seeds.append(int.from_bytes(of_completion.digest(), "little") >> 1)
+    return seeds
 
 
 def stop_window(stop: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ from lockstep.base.text import count_noun
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
+from lockstep.rollout.engine_protocol import Request
 from lockstep.watch.beacon.writer import current_beacon
 
 
@@ -169,20 +170,21 @@ class RolloutBuffer:
         return metrics | self.engines.metrics()
 
     def _request_round(self, step: int, prompts: Sequence[Prompt]) -> None:
-        ids = [[f"{self.ledger.number(step)}/{prompt.uid}/{k}" for k in range(self.group_size)] for prompt in prompts]
+        number, numbers = self.ledger.number(step), range(self.group_size)
+        ids = [[f"{number}/{prompt.uid}/{k}" for k in numbers] for prompt in prompts]
         wanted = {id for group in ids for id in group}
         done = {each.request: each for each in self.ledger.kept_completions(step) if each.request in wanted}
-        requests = [
-            self.engines.request(id, step, prompt, k)
-            for prompt, group in zip(prompts, ids, strict=True)
-            for k, id in enumerate(group)
-            if id not in done
-        ]
+        requests: list[Request] = []
+        for prompt, group in zip(prompts, ids, strict=True):
+            missing = dict(zip(group, numbers, strict=True))
+            if done:
+                missing = {id: k for id, k in missing.items() if id not in done}
+            requests += self.engines.requests(step, prompt, missing)
         now = time.monotonic()
         version = self.engines.version
         current = _RolloutRound(step, version, prompts, ids, len(wanted), len(requests), now, done)
         self._rounds[step] = current
-        self._round_of.update((request.id, current) for request in requests)
+        self._round_of |= dict.fromkeys([request.id for request in requests], current)
         self._requested[step] = self._requested.get(step, 0) + 1
         self.engines.submit(requests, queue=ROLLOUT_QUEUE)
 

@@ -6,7 +6,7 @@ Engines and environments work at the same time: each conversation proceeds when 
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -125,11 +125,16 @@ class MultiTurnClient(RolloutClient):
         """The conversation that a turn's request belongs to."""
         return self._conversations[request.rpartition("/turn")[0]]
 
-    def request(
-        self, id: str, step: int, prompt: Prompt, k: int, sampling: SamplingConfig | None = None, suffix: str = ""
-    ) -> Request:
-        self._prompts[id] = prompt
-        return super().request(id, step, prompt, k, sampling, suffix)
+    def requests(
+        self,
+        step: int,
+        prompt: Prompt,
+        numbers: Mapping[str, int],
+        sampling: SamplingConfig | None = None,
+        suffix: str = "",
+    ) -> list[Request]:
+        self._prompts |= dict.fromkeys(numbers, prompt)
+        return super().requests(step, prompt, numbers, sampling, suffix)
 
     def _make_conversations(self, requests: Sequence[Request], queue: str) -> list[OpenConversation]:
         paths = math.prod(self.config.branches)

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from lockstep.base import waits
@@ -14,7 +14,7 @@ from lockstep.rollout.client.engine_failover import EngineRecovery, WeightSource
 from lockstep.rollout.client.engine_pool import EnginePool
 from lockstep.rollout.client.engine_sleep import EngineSleep
 from lockstep.rollout.client.request_router import EngineLoad
-from lockstep.rollout.engine_protocol import EngineProgress, Request, request_seed
+from lockstep.rollout.engine_protocol import EngineProgress, Request, request_seeds
 from lockstep.watch.beacon.writer import current_beacon
 
 T = TypeVar("T")
@@ -76,14 +76,11 @@ class RolloutClient:
         Ids are new in each call, so that a late abort of an earlier call's request cannot end one of this call.
         """
         self._sampled += 1
-        requests = [
-            self.request(
-                f"{purpose}.{self._sampled}/{prompt.uid}" + (f"/{k}" if n > 1 else ""),
-                -1, prompt, k, sampling, suffix=purpose,
-            )
-            for prompt in prompts
-            for k in range(n)
-        ]  # fmt: skip
+        requests: list[Request] = []
+        for prompt in prompts:
+            id = f"{purpose}.{self._sampled}/{prompt.uid}"
+            numbers = {f"{id}/{k}": k for k in range(n)} if n > 1 else {id: 0}
+            requests += self.requests(-1, prompt, numbers, sampling, suffix=purpose)
         done = self.complete(requests, why=purpose)
         return [done[request.id] for request in requests]
 
@@ -106,7 +103,7 @@ class RolloutClient:
         Raises:
             RemoteError: BadRequest, for a request that cannot be served or whose id is already open.
         """
-        self._queue_of.update((request.id, queue) for request in requests)
+        self._queue_of |= dict.fromkeys([request.id for request in requests], queue)
         self._pool.submit(requests)
 
     def _choose_engine(self, group: Sequence[Request], load: EngineLoad) -> int:
@@ -132,8 +129,13 @@ class RolloutClient:
 
     def _all_arrived(self) -> bool | None:
         """Takes the completions that have arrived, for their queues. Returns True if no request is open, else None."""
+        queue_of, arrived = self._queue_of, self._arrived
         for completion in self._pool.collect():
-            self._arrived.setdefault(self._queue_of.pop(completion.request), []).append(completion)
+            queue = queue_of.pop(completion.request)
+            if queue in arrived:
+                arrived[queue].append(completion)
+            else:
+                arrived[queue] = [completion]
         return None if self._queue_of else True
 
     def wait_until(self, poll: Callable[[], T | None], why: str, step: int = -1) -> T:
@@ -219,27 +221,26 @@ class RolloutClient:
         """Stops replacing lost engines."""
         self._pool.close()
 
-    def request(
-        self, id: str, step: int, prompt: Prompt, k: int, sampling: SamplingConfig | None = None, suffix: str = ""
-    ) -> Request:
-        """Makes the request for completion `k` of a prompt. Evaluation (step -1) and earlier steps have priority.
+    def requests(
+        self,
+        step: int,
+        prompt: Prompt,
+        numbers: Mapping[str, int],
+        sampling: SamplingConfig | None = None,
+        suffix: str = "",
+    ) -> list[Request]:
+        """Makes requests for completions of a prompt. Evaluation (step -1) and earlier steps have priority.
 
         Args:
+            numbers: by id of the request, the number of the completion in the group.
             suffix: added to the prompt's uid in the group's name and the seed, for completions outside of training.
         """
         chosen = self.sampling if sampling is None else sampling
-        return Request(
-            id=id,
-            group=f"{step}/{prompt.uid}{suffix}",
-            prompt=prompt.tokens,
-            images=tuple(prompt.images),
-            seed=request_seed(self.seed, step, prompt.uid + suffix, k),
-            temperature=chosen.temperature,
-            top_p=chosen.top_p,
-            top_k=chosen.top_k,
-            min_p=chosen.min_p,
-            max_tokens=chosen.max_tokens,
-            stop=chosen.stop,
-            ignore_eos=chosen.ignore_eos,
-            priority=step,
-        )
+        uid = prompt.uid + suffix
+        group = f"{step}/{uid}"
+        settings = (
+            chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p, chosen.max_tokens, chosen.stop,
+            chosen.ignore_eos, step, False, tuple(prompt.images),
+        )  # fmt: skip
+        seeds = request_seeds(self.seed, step, uid, numbers.values())
+        return [Request(id, group, prompt.tokens, seed, *settings) for id, seed in zip(numbers, seeds, strict=True)]

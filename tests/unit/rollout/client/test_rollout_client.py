@@ -45,5 +45,5 @@ def test_collect_returns_at_once() -> None:
 def test_earlier_steps_come_first_and_evaluation_before_all() -> None:
     engines = RolloutClient([Engine()], SamplingConfig(), 0)  # type: ignore[list-item]
     (prompt,) = prompts(1)
-    assert engines.request("a", 3, prompt, 0).priority == 3 > engines.request("b", 2, prompt, 0).priority
-    assert engines.request("c", -1, prompt, 0).priority == -1
+    made = [engines.requests(step, prompt, {str(step): 0})[0] for step in (3, 2, -1)]
+    assert [each.priority for each in made] == [3, 2, -1]
