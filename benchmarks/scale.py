@@ -122,7 +122,8 @@ class World:
         self.ledger = Ledger.create(folder, {"name": "scale"})
         self.engines = self._fakes("engine", "rollout", size.engines)
         self.ranks = self._fakes("policy", "policy", size.ranks)
-        self.connections = connect_all(self.engines, size.per_node) + connect_all(self.ranks, size.per_node)
+        self.engine_connections = connect_all(self.engines, size.per_node)
+        self.connections = self.engine_connections + connect_all(self.ranks, size.per_node)
         for connection in self.connections:
             connection.traffic = Traffic()  # without the messages of connecting
         workers = [fake.worker for fake in self.engines]
@@ -212,7 +213,7 @@ class World:
 
     def _flush_relays(self) -> None:
         now = time.monotonic()
-        for each in self.connections:
+        for each in self.engine_connections:
             each.relay_due(now)
 
     def traffic(self) -> Traffic:

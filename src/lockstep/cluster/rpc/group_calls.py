@@ -143,12 +143,11 @@ def _encode(
 ) -> Any:
     if isinstance(arguments, Scattered):
         return _ScatteredArguments(signature, arguments, workers)
-    payloads: list[Payload] = []
-    last: tuple[Any, ...] | None = None
-    for args in arguments:
-        payloads.append(payloads[-1] if args is last else signature.encode_arguments(args, {}))
-        last = args
-    if all(payload is payloads[0] for payload in payloads[1:]) and payloads:
+    given = list(arguments)
+    if len(set(map(id, given))) == 1:
+        return SharedArguments(signature.encode_arguments(given[0], {}))
+    payloads = [signature.encode_arguments(args, {}) for args in given]
+    if len(set(map(id, payloads))) == 1:  # equal arguments, which are encoded once
         return SharedArguments(payloads[0])
     return _OwnArguments(dict(zip(workers, payloads, strict=True)))
 

@@ -20,7 +20,7 @@ from lockstep.config.rollout import ReissueConfig
 from lockstep.data.samples import Completion
 from lockstep.rollout.client import engine_slot
 from lockstep.rollout.client.engine_failover import EngineFailover, EngineRecovery, WeightSource
-from lockstep.rollout.client.engine_slot import HOLD_PER_ENGINE_S, MAX_HOLD_S, CollectCall, EngineSlot
+from lockstep.rollout.client.engine_slot import HOLD_PER_ENGINE_S, MAX_HOLD_S, Answer, CollectCall, EngineSlot
 from lockstep.rollout.client.request_router import EngineLoad, RequestRouter
 from lockstep.rollout.client.stragglers import StragglerDetector, gather_patiently
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, Request, RequestBatch
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 COUNTERS_INTERVAL_S = 1.0
 """How often the counters of the engines are read during a wait; with more than 64 engines less often."""
+_FAILURES = RemoteError, WorkerDied, Stalled
 _Dispatched = tuple[list[tuple[EngineSlot, Worker]], Sequence[PendingResult[None]]]
 """Engines that were sent requests, with their workers, and the calls that sent them."""
 
@@ -62,8 +63,8 @@ class EnginePool:
         self._stragglers = StragglerDetector(reissue or ReissueConfig())
         self.failover = EngineFailover(self, launcher, recovery)
         self._changed = changed
-        self._answers: deque[tuple[CollectCall, Sequence[Worker], Callable[[], list[CompletionBatch]]]] = deque()
-        """Answers to `collect` calls that are not read yet. Appended without the lock."""
+        self._answers: deque[Answer] = deque()
+        """Answers to `collect` calls that are not taken yet. Appended without the lock."""
         self._completions: list[Completion] = []
         """Completions that were read from engines and not collected yet."""
         self._incoming: dict[int, Worker] = {}
@@ -88,8 +89,8 @@ class EnginePool:
     @property
     def progress_count(self) -> int:
         """The sum of the progress counts that engines with open requests have reported."""
-        busy = [slot for slot in self._slots if self._router.open_requests(slot.rank)]
-        return sum(slot.worker.progress_count for slot in busy if slot.worker is not None)
+        workers = [self._slots[rank].worker for rank in self._router.busy_engines()]
+        return sum([worker.progress_count for worker in workers if worker is not None])
 
     # --- requests
 
@@ -101,9 +102,9 @@ class EnginePool:
             self._router.add(requests)
             dispatched = self._dispatch()
         for slot, worker, outcome in self._gather(*dispatched, "submit requests"):
-            if isinstance(outcome, RemoteError):
-                raise outcome
-            if isinstance(outcome, WorkerDied | Stalled):
+            if isinstance(outcome, _FAILURES):
+                if isinstance(outcome, RemoteError):
+                    raise outcome
                 self._handle_loss(slot, worker, outcome)
         self._raise_error()
 
@@ -269,11 +270,9 @@ class EnginePool:
         if asked:
             CollectCall(asked, self._hold_s, self._on_answers)
 
-    def _on_answers(
-        self, call: CollectCall, workers: Sequence[Worker], read: Callable[[], list[CompletionBatch]]
-    ) -> None:
+    def _on_answers(self, answer: Answer) -> None:
         """Records answers to a `collect` call. Called in any thread, without the lock."""
-        self._answers.append((call, workers, read))
+        self._answers.append(answer)
         self._changed.set()
 
     def _take_completions(self, answered: Sequence[tuple[EngineSlot, CompletionBatch]]) -> None:
@@ -330,15 +329,14 @@ class EnginePool:
             with self._lock:
                 answered: list[tuple[EngineSlot, CompletionBatch]] = []
                 while self._answers:
-                    call, workers, read = self._answers.popleft()
+                    call, workers, outcome = self._answers.popleft()
                     waiting = [call.slots[worker] for worker in workers]
-                    try:
-                        batches = read()
-                    except (RemoteError, WorkerDied) as error:
-                        if waiting[0].collecting is call:
-                            self._handle_loss(waiting[0], workers[0], error)
-                        continue
-                    answered += [each for each in zip(waiting, batches, strict=True) if each[0].collecting is call]
+                    if isinstance(outcome, list):
+                        answered += [each for each in zip(waiting, outcome, strict=True) if each[0].collecting is call]
+                    elif not isinstance(outcome, RemoteError | WorkerDied):
+                        raise outcome
+                    elif waiting[0].collecting is call:
+                        self._handle_loss(waiting[0], workers[0], outcome)
                 for slot, _ in answered:
                     slot.collecting = None
                 self._take_completions(answered)
@@ -393,7 +391,7 @@ class EnginePool:
             pendings = submit_all([worker for _, worker in called], method, arguments)
         results = []
         for slot, worker, outcome in self._gather(called, pendings, why):
-            if isinstance(outcome, RemoteError | WorkerDied | Stalled):
+            if isinstance(outcome, _FAILURES):
                 self._handle_loss(slot, worker, outcome)
             else:
                 results.append(outcome)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.futures import on_answers
@@ -46,27 +45,37 @@ class CollectCall:
     """A `collect` call of several engines.
 
     Args:
-        answered: called in any thread, whenever some of these engines have answered, with the call, and with the
-            workers and their answers as `on_answers` has them.
+        answered: called in any thread with an `Answer`, whenever some of these engines have answered.
     """
 
-    def __init__(self, slots: Sequence[EngineSlot], hold_s: float, answered: "Answered") -> None:
+    def __init__(self, slots: Sequence[EngineSlot], hold_s: float, answered: "Callable[[Answer], None]") -> None:
         self._workers = [slot.worker for slot in slots if slot.worker is not None]
         filled = [slot for slot in slots if slot.worker is not None]
         self.slots: Mapping[Worker, EngineSlot] = dict(zip(self._workers, filled, strict=True))
         """The slot of each worker when it was called."""
         for slot in filled:
             slot.collecting = self
+        self._answered = answered
         arguments = [(slot.acknowledged, hold_s) for slot in filled]
         self._calls = submit_all(self._workers, EngineAPI.collect, arguments)
-        on_answers(self._workers, self._calls, partial(answered, self))
+        on_answers(self._workers, self._calls, self._on_answers)
 
     def of(self, worker: Worker) -> PendingResult[CompletionBatch]:
         """The call of one engine."""
         return self._calls[self._workers.index(worker)]
 
+    def _on_answers(self, workers: Sequence[Worker], read: Callable[[], list[CompletionBatch]]) -> None:
+        """Decodes answers in the thread that receives them, whose processor has them in its cache."""
+        outcome: list[CompletionBatch] | Exception
+        try:
+            outcome = read()
+        except Exception as error:  # noqa: BLE001 - the run's thread handles it
+            outcome = error
+        self._answered((self, workers, outcome))
 
-Answered = Callable[[CollectCall, Sequence[Worker], Callable[[], list[CompletionBatch]]], None]
+
+Answer = tuple[CollectCall, Sequence[Worker], list[CompletionBatch] | Exception]
+"""A call, the workers that have answered, and their completions, or why a single one has failed."""
 
 
 def request_counters(slots: Iterable[EngineSlot]) -> None:

@@ -80,9 +80,9 @@ class RequestRouter:
         """An engine's requests that have no completion yet, by id."""
         return self._open[rank]
 
-    def any_open(self) -> bool:
-        """Whether any engine has a request."""
-        return any(self._open.values())
+    def busy_engines(self) -> list[int]:
+        """The engines that have requests."""
+        return [rank for rank, requests in self._open.items() if requests]
 
     def add(self, requests: Sequence[Request]) -> None:
         """Accepts requests; the next `assign` gives them to engines."""

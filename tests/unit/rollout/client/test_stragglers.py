@@ -331,4 +331,4 @@ def test_every_completion_counts_once_whatever_happens(data: st.DataObject) -> N
     for rank in range(3):
         answer(rank, list(router.open_requests(rank)))
     assert sorted(counted) == wanted
-    assert not router.any_open() and router.assign() == {} and router._copies == {}
+    assert not router.busy_engines() and router.assign() == {} and router._copies == {}
