@@ -33,6 +33,9 @@ INLINE_BYTES = 16 << 10
 MAX_PAYLOAD_BYTES = MAX_FRAME - (1 << 20)
 """Largest payload, in bytes."""
 
+MAX_KEPT, MAX_KEPT_BYTES = 256, 1 << 10
+"""How many encodings of arguments are kept for each method, and how large each of them is at most."""
+
 _ALIGN = 64
 _PREFIX = struct.Struct("<QQ")
 _ARRAY = struct.Struct("<BBB")
@@ -69,8 +72,8 @@ class MethodSignature:
         positional = all(parameter.kind is not parameter.KEYWORD_ONLY for parameter in self._parameters)
         self._names = tuple(parameter.name for parameter in self._parameters) if positional else ()
         self._required = sum(parameter.default is parameter.empty for parameter in self._parameters)
-        self._last_encoding: tuple[tuple[Any, ...], tuple[type, ...], Payload] = ((), (object,), b"")
-        """The last arguments, their types (since 1 == True) and their encoding."""
+        self._encodings: dict[tuple[Any, ...], Payload] = {}
+        """Encodings of immutable arguments, by the arguments and their types (since 1 == True)."""
         for parameter in self._parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise CodecError(self.qualified, parameter.name, "a remote method needs named parameters, no * or **")
@@ -89,20 +92,23 @@ class MethodSignature:
         )
 
     def encode_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
-        """Encodes the arguments of a call. Reuses the last encoding for equal immutable arguments, since thousands of
-        ranks may get the same.
+        """Encodes the arguments of a call. Reuses the encodings of equal immutable arguments, since thousands of workers
+        may get the same, or one of a few.
 
         Raises TypeError for arguments that the method does not accept, CodecError for values that cannot be sent."""
-        types, known = tuple(map(type, args)), self._last_encoding
-        if types == known[1] and args == known[0] and not kwargs:
-            return known[2]
+        types = tuple(map(type, args))
+        is_immutable = not kwargs and _IMMUTABLE_TYPES.issuperset(types)
+        if is_immutable and (known := self._encodings.get((*args, *types))) is not None:
+            return known
         arguments = self._bind(args, kwargs)
         try:
             payload = encode_payload(arguments)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CodecError(self.qualified, *_find_unencodable(arguments, error)) from None
-        if not kwargs and _IMMUTABLE_TYPES.issuperset(types):
-            self._last_encoding = args, types, payload
+        if is_immutable and len(payload) <= MAX_KEPT_BYTES:
+            if len(self._encodings) >= MAX_KEPT:
+                self._encodings.clear()
+            self._encodings[(*args, *types)] = payload
         return payload
 
     def encode_head(self, args: tuple[Any, ...]) -> bytes:
