@@ -1,15 +1,13 @@
 """Simulated workers: the controller's real handles, messages and codec, without processes behind them.
 
 What the controller would do for real workers it does here, except for its sockets, which `socket_s` measures. What a
-worker, or the relay of its node, would do happens in between and is left out of the account (`Account.beside`).
+worker, or the relay of its node, would do is left out of the account (`Account.beside`).
 """
 
 import itertools
-import selectors
-import socket
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.base.transport.frame_codes import KEY_BYTES, SessionKeys
-from lockstep.base.transport.frames import Connection, PeerIdentity
+from lockstep.base import waits
+from lockstep.base.transport.frames import PeerIdentity
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.cluster.rpc.call_relay import CallRelay
@@ -36,7 +34,7 @@ from lockstep.cluster.rpc.rpc_messages import (
     unpack_to_worker,
 )
 from lockstep.data.samples import Completion
-from lockstep.rollout.engine_protocol import EngineAPI, EngineProgress, Request, request_seed
+from lockstep.rollout.engine_protocol import EngineAPI, EngineProgress, Request
 from lockstep.rollout.engine_service import Outbox
 from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_protocol import StepStats
@@ -50,37 +48,65 @@ def make_node(name: str) -> ClusterNode:
     return ClusterNode(NodeInfo(name, "127.0.0.1", Path("none")), Path("none"), Path("none"))
 
 
-def _clock_ns() -> int:
-    """What one reading of a thread's clock takes, which on some machines is microseconds."""
-    began = time.thread_time_ns()
-    for _ in range(1000):
-        time.thread_time_ns()
-    return (time.thread_time_ns() - began) // 1000
-
-
 class Account:
-    """CPU seconds of this process by part, without what was done beside, and without the readings of its clock."""
+    """CPU seconds of this process by part, without what was done beside."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
-        self._clock_ns = _clock_ns()
+        self.network = Network(self)
         self._beside: list[int] = []
-        """Nanoseconds, negative where what is beside does work of ours."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """What this process does in the context, and until all messages are delivered."""
         self._beside.clear()
         began = time.process_time_ns()
         yield
+        self.network.settle()
         self.spent[name] += (time.process_time_ns() - began - sum(self._beside)) / 1e9
 
     def beside(self, began: int) -> None:
         """Since `began` (`time.thread_time_ns`) this thread did the work of somebody else."""
-        self._beside.append(time.thread_time_ns() - began + self._clock_ns)
+        self._beside.append(time.thread_time_ns() - began)
 
-    def ours(self, began: int) -> None:
-        """Within that, since `began` it did ours."""
-        self._beside.append(began - time.thread_time_ns() + self._clock_ns)
+
+class Network:
+    """Carries messages in a thread, like the one that reads sockets: those that have been sent reach the other ends,
+    one after another, and then the controller handles what these have sent. So both do their work without the other's
+    in between."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self.sent: deque[Callable[[], None]] = deque()
+        """Deliveries to the other ends."""
+        self.arrived: deque[Callable[[], None]] = deque()
+        """Deliveries to the controller."""
+        self._wake = threading.Event()
+        self._delivering = threading.Lock()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, queue: deque[Callable[[], None]], delivery: Callable[[], None]) -> None:
+        """Queues a delivery. Any thread may call."""
+        queue.append(delivery)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def settle(self) -> None:
+        """Waits until everything is delivered."""
+        while self.sent or self.arrived or self._wake.is_set() or self._delivering.locked():
+            waits.sleep(0.001, "deliveries")
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            with self._delivering:
+                self._wake.clear()
+                began = time.thread_time_ns()
+                while self.sent:
+                    self.sent.popleft()()
+                self._account.beside(began)
+                while self.arrived:
+                    self.arrived.popleft()()
 
 
 class FakeWorker:
@@ -164,21 +190,20 @@ class FakeConnection:
     def close(self) -> None: ...
 
     def queue(self, *parts: Any) -> None:
-        """Sends a frame to the other end, which handles it in this thread."""
-        began = time.thread_time_ns()
+        """Sends a frame to the other end."""
+        self.account.network.put(self.account.network.sent, partial(self._deliver, parts))
+
+    def _deliver(self, parts: Sequence[Any]) -> None:
         frame = bytearray(b"".join(parts))
         self.traffic.sent += 1
         self.traffic.sent_bytes += len(frame)
         self.far_end(frame)
-        self.account.beside(began)
 
     def arrive(self, frame: bytearray) -> None:
-        """The controller receives a frame, in the thread that has sent it."""
+        """Sends a frame to the controller."""
         self.traffic.received += 1
         self.traffic.received_bytes += len(frame)
-        began = time.thread_time_ns()
-        self.near_end(frame)
-        self.account.ours(began)
+        self.account.network.put(self.account.network.arrived, partial(self.near_end, frame))
 
     def far_end(self, frame: bytearray) -> None:
         raise NotImplementedError
@@ -273,110 +298,6 @@ def _value(method: str) -> Any:
     if method == "step":
         return StepStats({f"metric_{number}": 1.0 for number in range(20)})
     return None
-
-
-def socket_s(traffic: Traffic, connections: int = 64, rounds: int = 30) -> float:
-    """CPU seconds that this traffic costs beside its messages: frames of its mean size written to connections over
-    loopback, and answers heard of by a selector and read, as the controller does."""
-    selector, pairs = selectors.DefaultSelector(), []
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        for number in range(connections):
-            far = socket.create_connection(listening.getsockname())
-            near = listening.accept()[0]
-            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer, keys = PeerIdentity("scale", GENERATION, str(number)), (b"n" * KEY_BYTES, b"f" * KEY_BYTES)
-            pairs.append([Connection(near, peer, SessionKeys(*keys)), Connection(far, peer, SessionKeys(*keys[::-1]))])
-            selector.register(pairs[-1][0], selectors.EVENT_READ, pairs[-1][0])
-    writes = reads = 0
-    sent = b"x" * (traffic.sent_bytes // max(1, traffic.sent))
-    received = b"x" * (traffic.received_bytes // max(1, traffic.received))
-    for _ in range(rounds):
-        began = time.thread_time_ns()
-        for near, _ in pairs:
-            near.queue(b"head", sent)
-            near.flush()
-        writes += time.thread_time_ns() - began
-        for _, far in pairs:
-            while far.recv(1.0) is None:
-                pass
-            far.send(received)
-        began, heard = time.thread_time_ns(), 0
-        while heard < connections:
-            for key, _ in selector.select(1.0):
-                heard += sum(1 for _ in key.data.frames())
-        reads += time.thread_time_ns() - began
-    for pair in pairs:
-        for each in pair:
-            each.close()
-    selector.close()
-    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds / connections
-
-
-def bare_s(traffic: Traffic, rounds: int = 300) -> float:
-    """CPU seconds of as many plain writes and reads of these mean sizes on a socket: what these messages cost any
-    program, without codes, selectors and Python objects for them."""
-    writes = reads = 0
-    sent = b"x" * (traffic.sent_bytes // max(1, traffic.sent))
-    received = b"x" * (traffic.received_bytes // max(1, traffic.received))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        far = socket.create_connection(listening.getsockname())
-        near = listening.accept()[0]
-    with near, far:
-        for _ in range(rounds):
-            began = time.thread_time_ns()
-            near.sendall(sent)
-            writes += time.thread_time_ns() - began
-            far.recv(len(sent), socket.MSG_WAITALL)
-            far.sendall(received)
-            began = time.thread_time_ns()
-            near.recv(len(received), socket.MSG_WAITALL)
-            reads += time.thread_time_ns() - began
-    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds
-
-
-def objects_s(count: int, tokens: int, rounds: int = 3) -> float:
-    """CPU seconds of what any program with objects does for so many requests and completions: a request with its seed,
-    views of three arrays, a completion, and its place in a dict. Without groups, engines, encoding and decoding."""
-    prompt = np.arange(32, dtype=np.int32)
-    spent = []
-    for _ in range(rounds):
-        began = time.thread_time_ns()
-        requests = [
-            Request(f"0/{number}/0", "g", prompt, request_seed(0, 1, "p", number), 1.0, 1.0, 0, 0.0, tokens)
-            for number in range(count)
-        ]
-        values = np.frombuffer(bytearray(12 * tokens * count), np.int32)
-        logprobs = values.view(np.float32)
-        done = {}
-        for number, request in enumerate(requests):
-            at = 3 * tokens * number
-            arrays = (
-                values[at : at + tokens],
-                logprobs[at + tokens : at + 2 * tokens],
-                values[at + 2 * tokens :][:tokens],
-            )
-            done[request.id] = Completion(request.id, *arrays, "length", "text")
-        spent.append(time.thread_time_ns() - began)
-        assert len(done) == count
-    return min(spent) / 1e9
-
-
-def calls_s(count: int, rounds: int = 3) -> float:
-    """CPU seconds of what any program that can say which worker has not answered does for so many calls: it enters each
-    in a dict, looks up the answer's worker by the number in the answer, and takes the call out with its answer."""
-    workers = dict.fromkeys(range(count))
-    spent = []
-    for _ in range(rounds):
-        began = time.thread_time_ns()
-        open_calls: dict[int, object] = {}
-        answers: dict[int, object] = {}
-        for number in range(count):
-            open_calls[number] = None
-        for number in range(count):
-            workers.get(number)
-            answers[number] = open_calls.pop(number)
-        spent.append(time.thread_time_ns() - began)
-    return min(spent) / 1e9
 
 
 def completion_of(request: Request, tokens: int, version: int) -> Completion:

@@ -9,8 +9,8 @@ The real controller (buffer, engines, fleet, policy, packing, ledger, handles, m
 not there: they answer at once, completions come one by one in a random order of engines. The call relays of nodes are
 real, without sockets. CPU time is counted, of all threads of the controller, without what the workers' and the relays'
 side of this simulation takes. Sockets are counted by themselves: what frames of the mean size take over loopback,
-system calls included, times the frames of a step. The `bare` rows are the limits that are left to any program of Python
-with these messages, samples and calls, measured in the same run.
+system calls included, times the frames of a step. The `bare` rows are a minimal program with the same messages, samples
+and calls, measured in the same run.
 """
 
 import argparse
@@ -31,14 +31,11 @@ from benchmarks.fake_workers import (
     Account,
     FakeWorker,
     Traffic,
-    bare_s,
-    calls_s,
     completion_of,
     connect_all,
     make_node,
-    objects_s,
-    socket_s,
 )
+from benchmarks.scale_bounds import calls_s, frames_s, heads_s, objects_s, payloads_s, routing_s, socket_s
 from lockstep.base import waits
 from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.cluster.rpc.call_relay import DELAY_S
@@ -62,11 +59,15 @@ from lockstep.train.trainer_api import TrainerInfo
 COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics", "sockets")
 """Parts that exist because there are many workers; the others are work on the samples themselves."""
 BARE = {
-    "bare sockets": "as many plain writes and reads of the mean sizes",
-    "bare objects": "one request and one completion object for each completion",
-    "bare calls": "one entry in a dict for each call, until it is answered",
+    "bare frames": "as many plain writes and reads of the mean sizes, with their authentication codes",
+    "bare heads": "the head of each message encoded or decoded once",
+    "bare payloads": "the requests of each engine encoded once, the completions of each answer decoded once",
+    "bare objects": "one request and one completion object for each completion, made and freed",
+    "bare calls": "one entry in a dict for each call until it is answered, and the time of each worker's progress",
+    "bare routing": "an engine with the fewest requests for each group, and each completion taken once",
 }
-"""Limits that are left to any program of Python with these messages, samples and calls; not part of a sum."""
+"""What any program of Python with these messages, samples and calls must do (`benchmarks.scale_bounds`), measured in
+the same run; not part of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class World:
         self.ranks = self._fakes("policy", "policy", size.ranks)
         self.engine_connections = connect_all(self.engines, size.per_node)
         self.connections = self.engine_connections + connect_all(self.ranks, size.per_node)
+        self.account.network.settle()
         for connection in self.connections:
             connection.traffic = Traffic()  # without the messages of connecting
         workers = [fake.worker for fake in self.engines]
@@ -246,8 +248,7 @@ def measure(sizes: Sequence[Size], steps: int, over_s: float) -> list[Measured]:
             for world, of in zip(worlds, spent, strict=True):
                 found, traffic = world.step(step), world.traffic()
                 sockets = socket_s(traffic) / (step + 1)
-                size, calls = world.size, sum(world.calls().values()) // (step + 1)
-                bare = bare_s(traffic) / (step + 1), objects_s(size.prompts * size.group, size.tokens), calls_s(calls)
+                bare = bare_of(world, traffic, step + 1)
                 of.append(found | {"sockets": sockets} | dict(zip(BARE, bare, strict=True)))
         measured = []
         for world, of in zip(worlds, spent, strict=True):
@@ -255,6 +256,20 @@ def measure(sizes: Sequence[Size], steps: int, over_s: float) -> list[Measured]:
             measured.append((medians, world.calls(), world.traffic()))
             world.close()
     return measured
+
+
+def bare_of(world: World, traffic: Traffic, steps: int) -> tuple[float, ...]:
+    """The values of `BARE` for a step, of so many that this traffic had."""
+    size, calls = world.size, world.calls()
+    completions, all_calls = size.prompts * size.group, sum(calls.values())
+    return (
+        frames_s(traffic) / steps,
+        heads_s(traffic, all_calls) / steps,
+        payloads_s(size.engines, completions, calls["collect"] // steps, size.tokens),
+        objects_s(completions, size.tokens),
+        calls_s(all_calls // steps),
+        routing_s(size.engines, size.prompts, size.group),
+    )
 
 
 def coordination_s(spent: dict[str, float]) -> float:
@@ -284,7 +299,8 @@ def table(size: Size, spent: dict[str, float]) -> list[str]:
         f"| **because of many workers** ({', '.join(COORDINATION)}) | **{1e3 * coordination:.1f}** |",
         f"| **all** | **{1e3 * sum(value for name, value in spent.items() if name not in BARE):.1f}** |",
         *(f"| {name}: {what} | {1e3 * spent[name]:.1f} |" for name, what in BARE.items()),
-        f"| **bare, all three** | **{1e3 * bare_total_s(spent):.1f}** |",
+        f"| **bare, all together** | **{1e3 * bare_total_s(spent):.1f}** |",
+        f"| **times the bare program** | **{coordination / bare_total_s(spent):.1f}** |",
     ]
 
 

@@ -102,4 +102,4 @@ def test_the_benchmark_runs_and_tells_every_part() -> None:
     assert traffic.sent < 0.3 * sum(calls.values()), "a call of all workers of a node is one message"
     ((direct, same, messages),) = measure([Size(8, 32, 4, 8, per_node=0)], 1, 0.05)
     assert messages.sent >= sum(same.values()) > 4 * traffic.sent and set(direct) == set(spent)
-    assert sum("|" in line for line in table(size, spent)) == len(spent) + 5
+    assert sum("|" in line for line in table(size, spent)) == len(spent) + 6

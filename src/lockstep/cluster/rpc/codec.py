@@ -92,8 +92,8 @@ class MethodSignature:
         )
 
     def encode_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
-        """Encodes the arguments of a call. Reuses the encodings of equal immutable arguments, since thousands of workers
-        may get the same, or one of a few.
+        """Encodes the arguments of a call. Reuses the encodings of equal immutable arguments, since thousands of
+        workers may get the same, or one of a few.
 
         Raises TypeError for arguments that the method does not accept, CodecError for values that cannot be sent."""
         types = tuple(map(type, args))

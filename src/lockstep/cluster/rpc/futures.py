@@ -180,7 +180,7 @@ class CallGroup(Sequence[PendingCall[R]]):
     def on_answers(self, callback: Callable[[Sequence[CallTarget], Callable[[], list[R]]], None]) -> None:
         """Calls `callback` as the function `on_answers` does."""
         with self._lock:
-            self._on_answers = callback
+            self._on_answers = callback if self._left else None
             known, failed = list(self._all_answers().items()), list(self._errors.items())
         for worker, (payload, _) in known:
             callback((worker,), partial(self._read_all, (payload,)))
@@ -191,7 +191,7 @@ class CallGroup(Sequence[PendingCall[R]]):
         """Stores the encoded results of some workers; whoever needs the values decodes them."""
         with self._lock:
             self._arrived.append((workers, payloads, now))
-            callbacks, on_answers = self._settled(len(workers), now), self._on_answers
+            on_answers, callbacks = self._on_answers, self._settled(len(workers), now)
             known = list(filter(self._calls.get, workers)) if self._calls else ()
         if on_answers is not None:
             on_answers(workers, partial(self._read_all, payloads))
@@ -205,8 +205,8 @@ class CallGroup(Sequence[PendingCall[R]]):
         now = time.monotonic()
         with self._lock:
             self._errors[worker] = error, now
-            call, callbacks = self._calls.get(worker), self._settled(1, now)
-            on_answers = self._on_answers
+            call, on_answers = self._calls.get(worker), self._on_answers
+            callbacks = self._settled(1, now)
         if on_answers is not None:
             on_answers((worker,), partial(_raise, error))
         if call is not None:
@@ -221,7 +221,7 @@ class CallGroup(Sequence[PendingCall[R]]):
         if self._left:
             return _NONE
         self.settled_at = now
-        callbacks, self._callbacks = self._callbacks, _NONE
+        callbacks, self._callbacks, self._on_answers = self._callbacks, _NONE, None  # breaks the cycle with its owner
         return callbacks
 
     def _all_answers(self) -> dict[CallTarget, tuple[memoryview, float]]:

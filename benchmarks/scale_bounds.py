@@ -1,0 +1,241 @@
+"""What a step of many workers costs at the least: small programs that do only what any controller in Python must do.
+
+`benchmarks.scale` runs them beside the real controller, with the numbers of messages, bytes, calls and samples that it
+has counted there. Each does one thing, without threads, locks, classes of ours or anything that handles failures:
+
+- `frames_s`: writes and reads each message, and authenticates it, as whoever reaches the port could send one;
+- `heads_s`: encodes and decodes what each message says of its calls;
+- `payloads_s`: encodes the requests of each engine, and decodes the completions of each answer;
+- `objects_s`: makes a request with its seed and a completion with its arrays, and frees them;
+- `calls_s`: enters each call until it is answered, without which no failure could name its worker, and records when
+  each worker made progress, without which no stall could be noticed;
+- `routing_s`: gives each group to the engine with the fewest requests, and takes each completion once.
+"""
+
+import hashlib
+import heapq
+import hmac
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from benchmarks.fake_workers import Traffic, completion_of
+from lockstep.base.transport.frame_codes import KEY_BYTES, SessionKeys
+from lockstep.base.transport.frames import Connection, PeerIdentity
+from lockstep.cluster.rpc.relay_messages import RelayedCalls, RelayedResults
+from lockstep.data.samples import Completion
+from lockstep.rollout.engine_protocol import CompletionBatch, Request, RequestBatch, request_seed
+
+ROUNDS = 3
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def socket_s(traffic: Traffic, connections: int = 64, rounds: int = 30) -> float:
+    """CPU seconds that this traffic costs beside its messages: frames of its mean size written to connections over
+    loopback, and answers heard of by a selector and read, as the controller does."""
+    selector, pairs = selectors.DefaultSelector(), []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        for number in range(connections):
+            far = socket.create_connection(listening.getsockname())
+            near = listening.accept()[0]
+            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer, keys = PeerIdentity("scale", 1, str(number)), (b"n" * KEY_BYTES, b"f" * KEY_BYTES)
+            pairs.append([Connection(near, peer, SessionKeys(*keys)), Connection(far, peer, SessionKeys(*keys[::-1]))])
+            selector.register(pairs[-1][0], selectors.EVENT_READ, pairs[-1][0])
+    writes = reads = 0
+    sent = b"x" * (traffic.sent_bytes // max(1, traffic.sent))
+    received = b"x" * (traffic.received_bytes // max(1, traffic.received))
+    for _ in range(rounds):
+        began = time.thread_time_ns()
+        for near, _ in pairs:
+            near.queue(b"head", sent)
+            near.flush()
+        writes += time.thread_time_ns() - began
+        for _, far in pairs:
+            while far.recv(1.0) is None:
+                pass
+            far.send(received)
+        began, heard = time.thread_time_ns(), 0
+        while heard < connections:
+            for key, _ in selector.select(1.0):
+                heard += sum(1 for _ in key.data.frames())
+        reads += time.thread_time_ns() - began
+    for pair in pairs:
+        for each in pair:
+            each.close()
+    selector.close()
+    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds / connections
+
+
+def frames_s(traffic: Traffic, rounds: int = 300) -> float:
+    """CPU seconds of as many plain writes and reads of these mean sizes on a socket, each with the two codes that
+    authenticate its length and its content."""
+    writes = reads = 0
+    sent = b"x" * (traffic.sent_bytes // max(1, traffic.sent))
+    received = b"x" * (traffic.received_bytes // max(1, traffic.received))
+    keyed = hashlib.blake2b(key=bytes(KEY_BYTES), digest_size=16)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        far = socket.create_connection(listening.getsockname())
+        near = listening.accept()[0]
+    with near, far:
+        for _ in range(rounds):
+            began = time.thread_time_ns()
+            near.sendall(b"".join((*_codes(keyed, sent), sent)))
+            writes += time.thread_time_ns() - began
+            far.recv(len(sent) + 32, socket.MSG_WAITALL)
+            far.sendall(received)
+            began = time.thread_time_ns()
+            data = near.recv(len(received), socket.MSG_WAITALL)
+            hmac.compare_digest(b"".join(_codes(keyed, data)), bytes(32))
+            reads += time.thread_time_ns() - began
+    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds
+
+
+def _codes(keyed: "hashlib.blake2b", content: bytes) -> tuple[bytes, bytes]:
+    code = keyed.copy()
+    code.update(len(content).to_bytes(16, "big"))
+    of_length = code.digest()
+    code.update(hashlib.sha256(content).digest() if len(content) >= 1024 else content)
+    return of_length, code.digest()
+
+
+def heads_s(traffic: Traffic, calls: int) -> float:
+    """CPU seconds of encoding the head of each message that is sent, and decoding that of each that is received. The
+    calls are spread over them evenly."""
+    channels = list(range(max(1, calls // max(1, traffic.sent))))
+    call = RelayedCalls(channels, 1 << 33, "write_weights", False, [16], [(channels, channels)])
+    answered = list(range(max(1, calls // max(1, traffic.received))))
+    answer = _ENCODER.encode(RelayedResults(answered, [1 << 33] * len(answered), [16] * len(answered)))
+    decode = msgspec.msgpack.Decoder(RelayedResults).decode
+
+    def work() -> None:
+        for _ in range(traffic.sent):
+            _ENCODER.encode(call)
+        for _ in range(traffic.received):
+            decode(answer)
+
+    return _cpu_s(work)
+
+
+def payloads_s(engines: int, completions: int, answers: int, tokens: int) -> float:
+    """CPU seconds of encoding the requests of each engine in columns, and decoding so many answers, which have all
+    completions in columns."""
+    requests = _requests(completions // engines, tokens)
+    columns = _Columns.of(RequestBatch.of(requests))
+    each = max(1, round(completions / max(1, answers)))
+    made = [completion_of(request, tokens, 0) for request in _requests(each, tokens)]
+    answer = _ENCODER.encode(CompletionBatch.of(4, made))
+    decode = msgspec.msgpack.Decoder(CompletionBatch).decode
+
+    def work() -> None:
+        for _ in range(engines):
+            _ENCODER.encode(columns)
+        kept = [decode(answer) for _ in range(answers)]
+        b"".join([batch.tokens for batch in kept])
+        b"".join([batch.logprobs for batch in kept])
+        b"".join([batch.versions for batch in kept])
+
+    return _cpu_s(work)
+
+
+class _Columns(msgspec.Struct):
+    """A `RequestBatch` with its prompts as bytes."""
+
+    prompts: list[bytes]
+    prompt_of: list[int]
+    ids: list[str]
+    groups: list[str]
+    seeds: list[int]
+    settings: list[tuple[float, float, int, float, int, tuple[str, ...], bool, int, bool]]
+
+    @classmethod
+    def of(cls, batch: RequestBatch) -> "_Columns":
+        prompts = [each.tobytes() for each in batch.prompts]
+        return cls(prompts, batch.prompt_of, batch.ids, batch.groups, batch.seeds, batch.settings)
+
+
+def objects_s(completions: int, tokens: int) -> float:
+    """CPU seconds of what any program with objects does for so many requests and completions: a request with its seed,
+    views of three arrays, a completion and its place in a dict; and of freeing them."""
+    values = np.frombuffer(bytearray(12 * tokens * completions), np.int32)
+    logprobs = values.view(np.float32)
+
+    def work() -> None:
+        done = {}
+        for number, request in enumerate(_requests(completions, tokens)):
+            at = 3 * tokens * number
+            arrays = (
+                values[at : at + tokens],
+                logprobs[at + tokens : at + 2 * tokens],
+                values[at + 2 * tokens :][:tokens],
+            )
+            done[request.id] = request, Completion(request.id, *arrays, "length", "text")
+        assert len(done) == completions
+
+    return _cpu_s(work)
+
+
+def calls_s(calls: int) -> float:
+    """CPU seconds of what any program that knows which worker has not answered, and since when each has made no
+    progress, does for so many calls: it enters each in a dict, looks up the answer's worker by the number in the
+    answer, takes the call out, and records the time."""
+    workers = dict.fromkeys(range(calls))
+    moved = [0.0] * calls
+
+    def work() -> None:
+        open_calls: dict[int, object] = {}
+        answers: dict[int, object] = {}
+        for number in range(calls):
+            open_calls[number] = None
+        now = time.monotonic()
+        for number in range(calls):
+            workers.get(number)
+            answers[number] = open_calls.pop(number)
+            moved[number] = now
+
+    return _cpu_s(work)
+
+
+def routing_s(engines: int, groups: int, size: int) -> float:
+    """CPU seconds of giving each group of requests to the engine with the fewest, and of taking each completion once:
+    from its engine's open requests to those of its step that are done."""
+    ids = [[f"0/{group}/{k}" for k in range(size)] for group in range(groups)]
+
+    def work() -> None:
+        heap = [(0, engine) for engine in range(engines)]
+        open_requests: list[dict[str, None]] = [{} for _ in range(engines)]
+        engine_of = []
+        for group in ids:
+            load, engine = heap[0]
+            heapq.heapreplace(heap, (load + size, engine))
+            open_requests[engine].update(dict.fromkeys(group))
+            engine_of.append(engine)
+        done = {}
+        for group, engine in zip(ids, engine_of, strict=True):
+            for id in group:
+                open_requests[engine].pop(id)
+                done[id] = None
+
+    return _cpu_s(work)
+
+
+def _requests(count: int, tokens: int) -> Sequence[Request]:
+    prompt = np.arange(32, dtype=np.int32)
+    return [
+        Request(f"0/{number}/0", "g", prompt, request_seed(0, 1, "p", number), 1.0, 1.0, 0, 0.0, tokens)
+        for number in range(count)
+    ]
+
+
+def _cpu_s(work: Callable[[], None]) -> float:
+    """The least of some repetitions."""
+    spent = []
+    for _ in range(ROUNDS):
+        began = time.thread_time_ns()
+        work()
+        spent.append(time.thread_time_ns() - began)
+    return min(spent) / 1e9
