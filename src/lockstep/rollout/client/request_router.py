@@ -102,7 +102,7 @@ class RequestRouter:
             self._open[rank].update((request.id, request) for request in group)
             self.load.set(rank, len(self._open[rank]))
         self._unassigned = []
-        for rank, requests in assigned.items():
+        for rank, requests in assigned.items() if self._copies else ():
             for request in requests:
                 if request.id in self._copies:
                     self._copies[request.id].add(rank)
