@@ -1,4 +1,4 @@
-"""What an engine's beacon shows."""
+"""What an engine's beacon shows, and when its completions leave."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from lockstep.base.folders import new_run_id
+from lockstep.data.samples import Completion, FinishReason
 from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.engine_protocol import Request, RequestBatch
-from lockstep.rollout.engine_service import EngineService
+from lockstep.rollout.engine_service import EngineService, Outbox
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 
 
@@ -39,3 +40,25 @@ def test_the_stage_says_what_the_engine_does(service: EngineService) -> None:
     assert current_beacon().stage_name == "sleep"
     service.wake()
     assert current_beacon().stage_name == "idle"
+
+
+def test_only_the_last_completions_of_an_engine_wait_for_those_of_other_engines() -> None:
+    outbox, hold_s = Outbox(), 1000.0
+
+    def put(request: Request, finish: FinishReason = "stop") -> None:
+        token = np.zeros(1, np.int32)
+        outbox.put([Completion(request.id, token, np.zeros(1, np.float32), token, finish, "")])
+
+    first, second, kept, aborted = (Request(name, "g", np.ones(1, np.int32), 0, keep=name == "c") for name in "abcd")
+    outbox.expect([first, second])
+    put(first)
+    assert outbox.patience_s(hold_s) == 0, "the engine has another request"
+    put(second)
+    assert outbox.due(0, hold_s) and 0 < outbox.patience_s(hold_s) <= hold_s, "until its clock reaches a multiple"
+    assert outbox.patience_s(0.0) == 0
+    outbox.collect(0)
+    for request, finish in ((kept, "stop"), (aborted, "abort")):
+        outbox.expect([request])
+        put(request, finish)  # type: ignore[arg-type]
+        assert outbox.patience_s(hold_s) == 0, "what follows waits for it"
+        outbox.collect(outbox.collect(0).sequence)

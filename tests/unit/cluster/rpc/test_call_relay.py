@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from lockstep.base.transport.frames import ConnectionClosed
 from lockstep.cluster.rpc import relay_messages
 from lockstep.cluster.rpc.call_relay import DELAY_S, CallRelay
+from lockstep.cluster.rpc.codec import INLINE_BYTES
 from lockstep.cluster.rpc.relay_messages import (
+    SAME,
     ChannelClosed,
     ChannelOpened,
     RelayAlive,
@@ -88,7 +90,7 @@ class Node:
 def results(sent: list[tuple[Any, memoryview]]) -> list[tuple[int, int, bytes]]:
     ((message, payload),) = sent
     assert isinstance(message, RelayedResults)
-    parts = split_payloads(payload, message.sizes)
+    parts = list(split_payloads(payload, message.sizes))
     return [(*each, bytes(part)) for *each, part in zip(message.channels, message.ids, parts, strict=True)]
 
 
@@ -135,6 +137,41 @@ def test_a_failure_and_a_single_result_leave_at_once() -> None:
     assert unpack_to_controller(bytearray(payload))[0] == FailureMessage(1, "ValueError", "bad", "trace")
     node.answer(0, ResultMessage(9), b"of a call that was sent alone")
     assert [each[:2] for each in results(node.take())] == [(node.channels[0], 9)]
+
+
+def test_a_patient_result_waits_while_another_worker_has_the_same_method_to_answer() -> None:
+    node = Node(3)
+    first, second, third = node.channels
+    node.channels = [first, second]
+    node.call(1, [b""])
+    node.channels = [third]
+    node.call(2, [b""])  # another call of the method
+    node.channels = [first, second, third]
+    node.answer(0, ResultMessage(1, 5.0), b"x")
+    node.answer(1, ResultMessage(1, 5.0), b"y")
+    assert node.take() == [] and node.relay.due > time.monotonic() + 1.0, "the third has not answered"
+    node.answer(2, ResultMessage(2, 5.0), b"z")
+    assert [each[:2] for each in results(node.take())] == [(first, 1), (second, 1), (third, 2)]
+    node.call(3, [b""])
+    node.answer(0, ResultMessage(3, 5.0), b"x")
+    node.answer(1, ResultMessage(3), b"y")
+    assert node.relay.due < time.monotonic() + 2 * DELAY_S, "a result without patience takes the others along"
+    node.relay.close(third)
+    sent = node.take()
+    assert [each[:2] for each in results(sent[:1])] == [(first, 3), (second, 3)], "and so does the end of a worker"
+
+
+def test_equal_results_are_sent_once_unless_their_arrays_may_be_changed() -> None:
+    node = Node(3)
+    for size in (100, INLINE_BYTES):
+        node.call(size, [b""])
+        for place in range(3):
+            node.answer(place, ResultMessage(size), bytes(size))
+        sent = node.take()
+        assert [part for _, _, part in results(sent)] == [bytes(size)] * 3
+        ((message, payload),) = sent
+        assert len(payload) == (128 if size == 100 else 3 * size)
+        assert message.sizes == ([size, SAME, SAME] if size == 100 else [size] * 3)
 
 
 def test_heartbeats_of_a_node_leave_together() -> None:

@@ -11,10 +11,17 @@ import pytest
 from lockstep.base.transport.frames import PeerIdentity
 from lockstep.base.wait_state import Stalled
 from lockstep.cluster.cluster_node import ClusterNode
-from lockstep.cluster.protocol import NodeInfo, RemoteError, WorkerSpec
+from lockstep.cluster.protocol import NodeInfo, RemoteError, WorkerDied, WorkerSpec
 from lockstep.cluster.rpc.call_relay import CallRelay
 from lockstep.cluster.rpc.codec import CodecError, signature_of
-from lockstep.cluster.rpc.futures import CallGroup, gather_identical, gather_outcomes, gather_results, wait_for_calls
+from lockstep.cluster.rpc.futures import (
+    CallGroup,
+    gather_identical,
+    gather_outcomes,
+    gather_results,
+    on_answers,
+    wait_for_calls,
+)
 from lockstep.cluster.rpc.group_calls import Scattered, submit_all
 from lockstep.cluster.rpc.relay_messages import cut_columns
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink
@@ -120,6 +127,56 @@ def test_each_worker_gets_its_piece_of_the_columns(
             node.answer(rank)
     assert gather_results(calls, "sums") == [10 * 2 * rank + 7 for rank in range(5)]
     assert gather_identical(calls, "sums") == 7 and calls[3].result("one") == 67
+
+
+def test_results_in_one_message_belong_to_their_workers_in_any_order() -> None:
+    nodes, workers = two_nodes((0, 1, 2), ())
+    calls = submit_all(workers, Adder.add, Scattered(columns(3), (1,)))
+    (node, _), answered = nodes, []
+    calls.on_answers(lambda workers, read: answered.append(([each.name for each in workers], read())))  # type: ignore[union-attr]
+    node.relay.flush = lambda: None  # type: ignore[method-assign]
+    for rank in (2, 0, 1):
+        node.answer(rank)
+    del node.relay.flush  # type: ignore[method-assign]
+    node.relay.flush()
+    assert answered == [(["w-2", "w-0", "w-1"], [11, 7, 9])]
+    assert gather_results(calls, "sums") == [7, 9, 11] and not any(
+        node.workers[0].node.calls.of(each) for each in workers
+    )
+
+
+def test_answers_are_handed_over_as_they_come_and_a_failure_comes_alone() -> None:
+    nodes, workers = two_nodes((0, 1), (2,))
+    calls = submit_all(workers, Adder.add, Scattered(columns(3), (1,)))
+    nodes[0].answer(1)
+    answered: list[tuple[list[str], Any]] = []
+
+    def callback(workers: Sequence[Any], read: Any) -> None:
+        try:
+            answered.append(([each.name for each in workers], read()))
+        except (RemoteError, WorkerDied) as error:
+            answered.append(([each.name for each in workers], type(error)))
+
+    on_answers(workers, calls, callback)
+    assert answered == [(["w-1"], [9])], "what was there before"
+    nodes[1].answer(2, error="bad rows")
+    workers[0].mark_dead(1)
+    assert answered[1:] == [(["w-2"], RemoteError), (["w-0"], WorkerDied)] and calls.done()  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_has_answered_is_not_called_again_after_it_connects_anew() -> None:
+    nodes, workers = two_nodes((0, 1), (2,))
+    calls = submit_all(workers, Adder.add, Scattered(columns(3), (1,)))
+    nodes[0].answer(0)
+    again = [_Direct(), _Direct()]
+    for worker, connection in zip(workers, again, strict=False):
+        worker.handle_message(connection, ResumeMessage(0, 1), memoryview(b""))
+    assert [len(each.got) for each in again] == [0, 1], "only the call that is open"
+    done = signature_of(Adder.add).encode_result(9)
+    for _ in range(2):  # a repeated result is taken once
+        workers[1].handle_message(again[1], ResultMessage(again[1].got[0][0].id), memoryview(done))
+    nodes[1].answer(2)
+    assert gather_results(calls, "sums") == [7, 9, 11]
 
 
 def test_a_failure_names_its_worker_and_the_others_have_their_results() -> None:
