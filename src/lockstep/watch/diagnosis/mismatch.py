@@ -19,6 +19,7 @@ from lockstep.watch.diagnosis.diagnosis_context import (
 )
 from lockstep.watch.diagnosis.evidence import CallTable, IntArray
 from lockstep.watch.diagnosis.evidence_types import FROM_CPP, CollectiveCall, Liveness
+from lockstep.watch.diagnosis.live_weights import Answers
 from lockstep.watch.diagnosis.member_lists import CERTAIN, LIKELY, UNDECIDED, find_different_member_lists
 from lockstep.watch.diagnosis.off_by_one import find_off_by_one
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
@@ -123,9 +124,9 @@ def _comparable(calls: CallTable, rows: IntArray) -> SignatureArray:
 
 
 def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> Hypothesis:
-    right, confidence, why = _correct_signature(context, divergence)
+    right, answers, why = _correct_signature(context, divergence)
     if np.uint64(FROM_CPP) in divergence.signature:  # it may be the same call, and the stall have another cause
-        confidence = min(confidence, LIKELY)
+        answers = LIKELY if right is not None else UNDECIDED
     wrong = divergence.process if right is None else divergence.process[divergence.signature != np.uint64(right)]
     culprits = tuple(sorted(wrong.tolist()))
     culprit_signature = int(divergence.signature[divergence.process == culprits[0]][0])
@@ -133,21 +134,21 @@ def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> 
     return Hypothesis(
         VerdictKind.MISMATCH,
         VerdictLevel.CONFIRMED if _is_decided(context, divergence, right) else VerdictLevel.NOTICE,
-        confidence,
+        answers,
         _difference_text(context, divergence, right, culprit_signature),
         culprits,
         collective=(divergence.communicator, divergence.seq),
         cause="rank_divergent_branch",
         alternatives=(Alternative("uneven_data", 0.2),),
         facts=tuple(_call_fact(context, divergence, p) for p in shown[:8]),
-        collect=() if confidence > UNDECIDED else ("the schedule of the step, or the calls of a third rank",),
+        collect=() if answers != UNDECIDED else ("the schedule of the step, or the calls of a third rank",),
         details=why,
         proven_by_structure=True,
     )
 
 
-def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tuple[int | None, float, str]:
-    """The signature of the correct call (None if unknown), the confidence, and a sentence with the reason."""
+def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tuple[int | None, Answers, str]:
+    """The signature of the correct call (None if unknown), what speaks for it, and a sentence with the reason."""
     scheduled = context.evidence.calls.schedule.get((divergence.communicator, divergence.seq))
     if scheduled is not None and (divergence.signature != np.uint64(scheduled)).any():
         return scheduled, CERTAIN, "The step's schedule expects the other call."

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 
-OFF_BY_ONE_CONFIDENCE = 0.75
 MAX_SITES = 20_000
 """The search visits all call sites; it is skipped if there are more than this."""
 
@@ -79,7 +78,7 @@ def _detect_shift(
     return Hypothesis(
         VerdictKind.MISMATCH,
         VerdictLevel.CONFIRMED,
-        OFF_BY_ONE_CONFIDENCE,
+        {"most_of_known": True},
         text,
         (int(context.evidence.communicators.process[member]),),
         collective=(communicator, diverged_at),

@@ -1,0 +1,164 @@
+"""Chooses the hypotheses that explain a snapshot: the cheapest set that covers everything that is anomalous.
+
+Each hypothesis stands for the anomaly that its proposer saw. It covers that anomaly; a proven cause also covers those
+that it may have caused (the table of effects in `live_weights.yaml`), and their effects in turn.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity
+from lockstep.watch.diagnosis.evidence_types import Liveness
+from lockstep.watch.diagnosis.inference import cheapest_cover, surprise
+from lockstep.watch.diagnosis.live_weights import live_weights
+from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
+from lockstep.watch.diagnosis.wait_graph import BoolArray
+
+SIMULTANEOUS_S = 0.1
+"""Deaths at most this far apart have no reliable order, because clocks and the detection of exits are imprecise."""
+ORDER_S = 1.0
+"""Other events this far apart have no reliable order."""
+AFTERMATH_S = 5.0
+"""A process killed more than this long after another process died was killed by its launcher because of that death."""
+TEARDOWN_S = 10.0
+"""A process may need this long to exit after an exception, while peers whose connections to it break exit at once."""
+
+
+def choose_explanation(context: DiagnosisContext, found: list[Hypothesis]) -> list[Hypothesis]:
+    """The cheapest set of hypotheses that covers the anomalies of all; each with the deaths that it explains."""
+    if len(found) < 2 or not any(_is_cause(each) for each in found):
+        return found
+    covers = _coverage(context, found)
+    chosen = cheapest_cover(covers, [surprise(each.log_odds) for each in found], [math.inf] * len(found))
+    return [
+        _with_effects(found[at], [each for i, each in enumerate(found) if i != at and covers[at, i]]) for at in chosen
+    ]
+
+
+def _is_cause(hypothesis: Hypothesis) -> bool:
+    """Whether a hypothesis is proven enough to explain others."""
+    proven = hypothesis.proven_by_structure or bool(hypothesis.answers.get("others_gave_up"))
+    return proven and hypothesis.level is VerdictLevel.CONFIRMED
+
+
+def _coverage(context: DiagnosisContext, found: Sequence[Hypothesis]) -> BoolArray:
+    """`[hypotheses, hypotheses]`: whether the first covers the anomaly of the second."""
+    symptoms = [_symptom(context, each) for each in found]
+    footprints = [_footprint(context, each) for each in found]
+    covers = np.eye(len(found), dtype=np.bool_)
+    for c, cause in enumerate(found):
+        rules = [rule for rule in live_weights().effects if symptoms[c] in rule.causes] if _is_cause(cause) else []
+        for e, effect in enumerate(found if rules else ()):
+            covers[c, e] |= (
+                c != e
+                and any(
+                    symptoms[e] in rule.effects
+                    and all(CONDITIONS[name](context, cause, effect) for name in rule.conditions)
+                    for rule in rules
+                )
+                and bool((footprints[c] & footprints[e]).any())
+            )
+    while (reached := covers.astype(np.float32) @ covers > 0).sum() > covers.sum():
+        covers = reached
+    return covers
+
+
+def _symptom(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
+    """The kind of anomaly, as the table of effects names it."""
+    if hypothesis.kind is VerdictKind.DEAD:
+        return "death" if any(context.liveness(p) is Liveness.DEAD for p in hypothesis.culprits) else "exit"
+    return "late" if hypothesis.answers.get("others_gave_up") else str(hypothesis.kind)
+
+
+def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
+    """`[processes + communicators]`: true for those that a hypothesis involves; hypotheses of one incident overlap."""
+    members, graph = context.evidence.communicators, context.graph
+    involved = np.zeros(len(context.evidence.processes.info), dtype=np.bool_)
+    communicators = np.zeros(len(members.info), dtype=np.bool_)
+    involved[[*hypothesis.culprits, *hypothesis.others]] = True
+    if hypothesis.node is not None and graph is not None:
+        involved[graph.wait_process[graph.wait_node == hypothesis.node]] = True
+        communicators[graph.communicator[[hypothesis.node]][graph.communicator[[hypothesis.node]] >= 0]] = True
+    if hypothesis.collective is not None:
+        communicators[hypothesis.collective[0]] = True
+    involved[[whole for part, whole in context.wholes.items() if involved[part]]] = True
+    communicators[context.pending.communicator[involved[members.process]]] = True
+    return np.concatenate([involved, communicators])
+
+
+def _with_effects(cause: Hypothesis, effects: Sequence[Hypothesis]) -> Hypothesis:
+    deaths = [each for each in effects if each.kind is VerdictKind.DEAD and each.kind is cause.kind]
+    facts = [
+        replace(each.facts[0], text=f"{each.facts[0].text}, later or as an effect") for each in deaths if each.facts
+    ]
+    return replace(cause, facts=(*cause.facts, *facts[:4])[:16])
+
+
+Condition = Callable[[DiagnosisContext, Hypothesis, Hypothesis], bool]
+
+
+def _by_itself(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    return cause.log_odds >= live_weights().self_caused
+
+
+def _may_be_effect(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    return effect.log_odds < live_weights().self_caused
+
+
+def _killed(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    return all(context.evidence.processes.exit_code[p] in (-9, 137) for p in effect.culprits)
+
+
+def _only_effect_secondary(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    return bool(effect.answers.get("secondary")) and not cause.answers.get("secondary")
+
+
+def _last_activities(context: DiagnosisContext, hypothesis: Hypothesis) -> list[float]:
+    return [context.last_activity(p) for p in hypothesis.culprits]
+
+
+def _activity_unknown(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    last = _last_activities(context, effect)
+    return not last or any(map(math.isnan, last))
+
+
+def _active_now(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    return any(measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in effect.culprits)
+
+
+def _active_until_then(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    if not math.isfinite(cause.since):
+        return _active_now(context, cause, effect)
+    return max(_last_activities(context, effect), default=math.nan) >= cause.since - ORDER_S
+
+
+def _same_process(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    """Whether the effect is about processes of the cause, or about processes whose parts these are."""
+    own = {*cause.culprits, *(context.whole(p) for p in cause.culprits)}
+    return own >= {*effect.culprits}
+
+
+CONDITIONS: dict[str, Condition] = {
+    "unproven": lambda context, cause, effect: not effect.proven_by_structure,
+    "less_likely": lambda context, cause, effect: effect.log_odds < cause.log_odds,
+    "shares_culprit": lambda context, cause, effect: not {*cause.culprits}.isdisjoint(effect.culprits),
+    "same_process": _same_process,
+    "by_itself": _by_itself,
+    "not_by_itself": lambda *each: not _by_itself(*each),
+    "may_be_effect": _may_be_effect,
+    "killed": _killed,
+    "only_effect_secondary": _only_effect_secondary,
+    "as_likely_primary": lambda context, cause, effect: not _only_effect_secondary(context, effect, cause),
+    "not_earlier": lambda context, cause, effect: not effect.since < cause.since - ORDER_S,
+    "later": lambda context, cause, effect: effect.since > cause.since + SIMULTANEOUS_S,
+    "simultaneous": lambda context, cause, effect: not abs(effect.since - cause.since) > SIMULTANEOUS_S,
+    "in_aftermath": lambda context, cause, effect: effect.since > cause.since + AFTERMATH_S,
+    "within_teardown": lambda context, cause, effect: not effect.since < cause.since - TEARDOWN_S,
+    "activity_unknown": _activity_unknown,
+    "active_now": _active_now,
+    "active_until_then": _active_until_then,
+}
+"""The conditions of the table of effects, of a cause and an effect. An unknown time is in no order."""

@@ -1,0 +1,77 @@
+"""Reads `live_weights.yaml`: what the inference knows about live beacons and dumps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.watch.diagnosis.inference import Calibration, FactorWeight, add_up
+from lockstep.watch.diagnosis.verdict import Fact
+
+Answers = Mapping[str, bool | None]
+"""The answers to factors by name; None: not observed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EffectRule:
+    """What kinds of causes may have what kinds of effects if all conditions hold."""
+
+    causes: frozenset[str]
+    effects: frozenset[str]
+    conditions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWeights:
+    """The content of the file."""
+
+    factors: Mapping[str, FactorWeight]
+    texts: Mapping[tuple[str, bool], str]
+    factor_ceilings: Mapping[str, float]
+    ceilings: Mapping[str, Mapping[str, float]]
+    self_caused: float
+    effects: tuple[EffectRule, ...]
+
+    def log_odds(self, answers: Answers) -> float:
+        return add_up(0.0, answers, self.factors)
+
+    def confidence(self, answers: Answers, source: str, proof: str) -> float:
+        """The confidence of a hypothesis, of which more than two digits say nothing.
+
+        Args:
+            source: `Evidence.source`.
+            proof: `structure`, `inactivity` or `notice`.
+        """
+        ceilings = [self.ceilings.get(source, self.ceilings["beacons"])[proof]]
+        ceilings += [ceiling for name, ceiling in self.factor_ceilings.items() if answers.get(name)]
+        return round(Calibration(ceiling=min(ceilings)).confidence(self.log_odds(answers)), 2)
+
+    def facts(self, answers: Answers) -> tuple[Fact, ...]:
+        """The answers as evidence."""
+        given = (self.texts.get((name, answer)) for name, answer in answers.items() if answer is not None)
+        return tuple(Fact(text, "diagnosis") for text in given if text)
+
+
+@cache
+def live_weights() -> LiveWeights:
+    """The content of the file, which is read once."""
+    text = Path(__file__).with_suffix(".yaml").read_text("utf-8")
+    data: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    factors = data["factors"]
+    return LiveWeights(
+        {name: FactorWeight(each.get("if_yes", 0.0), each.get("if_no", 0.0)) for name, each in factors.items()},
+        {(n, yes): each[key] for n, each in factors.items() for yes, key in _TEXTS if key in each},
+        {name: each["ceiling"] for name, each in factors.items() if "ceiling" in each},
+        data["ceilings"],
+        data["self_caused"],
+        tuple(
+            EffectRule(frozenset(each["cause"]), frozenset(each["effect"]), tuple(each.get("if", ())))
+            for each in data["effects"]
+        ),
+    )
+
+
+_TEXTS = ((True, "says"), (False, "otherwise"))
