@@ -8,7 +8,7 @@ import numpy as np
 from lockstep.watch.diagnosis.device_faults import class_of_failed_device
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity, proven_inactive
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
-from lockstep.watch.diagnosis.explanation import AFTERMATH_S, SIMULTANEOUS_S
+from lockstep.watch.diagnosis.explanation import AFTERMATH_S, SIMULTANEOUS_S, choose_explanation
 from lockstep.watch.diagnosis.failure_classes import (
     FailureClass,
     class_of_exit,
@@ -37,7 +37,7 @@ def find_deaths(context: DiagnosisContext, relevant: BoolArray | None) -> list[H
         incidents.setdefault(int(incident[process]), []).append(process)
     found = []
     for members in incidents.values():
-        deaths = _deaths_of_incident(context, members, relevant)
+        deaths = choose_explanation(context, _deaths_of_incident(context, members, relevant))
         if all(each.log_odds < live_weights().self_caused for each in deaths):
             found += _late_members(context, [p for each in deaths for p in each.culprits])
         found += deaths
@@ -62,7 +62,7 @@ def _deaths_of_incident(
         for cause, processes in ends.values():
             window = SIMULTANEOUS_S if not itself else AFTERMATH_S if _is_kill(context, processes[0]) else np.inf
             last = ended_at[processes[0]] + window
-            first = [p for p in processes if ended_at[p] <= last or not np.isfinite(ended_at[p])]
+            first = [p for p in processes if ended_at[p] <= last or not (itself or np.isfinite(ended_at[p]))]
             found.append(_death_hypothesis(context, first, cause, members, relevant))
     return found
 

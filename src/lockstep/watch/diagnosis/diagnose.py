@@ -71,7 +71,7 @@ def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object
         hypothesis.kind is VerdictKind.UNKNOWN,
         not hypothesis.proven_by_structure,
         round(since, 3),
-        -hypothesis.confidence(context.evidence.source),
+        -context.confidence(hypothesis),
         names,
     )
 
@@ -127,7 +127,7 @@ def _join_part(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) ->
         whole,
         part=part.culprits[0] if whole.part is None else whole.part,
         level=proof.level,
-        answers=max(whole, part, key=lambda each: each.log_odds).answers,
+        answers=max(whole, part, key=context.confidence).answers,
         facts=(*part.facts, *whole.facts)[:16],
         collect=part.collect,
     )
@@ -141,7 +141,7 @@ def _merge_pair(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -
     return replace(
         first,
         culprits=tuple(sorted(culprits, key=lambda p: (info[p].role, info[p].rank, info[p].name))),
-        answers=(max if set(one.culprits) == culprits else min)(one, other, key=lambda each: each.log_odds).answers,
+        answers=(max if set(one.culprits) == culprits else min)(one, other, key=context.confidence).answers,
         cause=cause,
         facts=tuple(dict.fromkeys((*one.facts, *other.facts)))[:16],
         collect=tuple(dict.fromkeys((*one.collect, *other.collect)))[:8],

@@ -233,6 +233,12 @@ class DiagnosisContext:
         keys = ((int(calls.membership[row]), seq) for row in rows[:_MAX_SITES])
         return call, next((calls.sites[key] for key in keys if key in calls.sites), call.site if call else "")
 
+    def confidence(self, hypothesis: "Hypothesis") -> float:
+        """The confidence of a hypothesis, limited by its level and proof."""
+        proof = "structure" if hypothesis.proven_by_structure else "inactivity"
+        proof = "notice" if hypothesis.level is VerdictLevel.NOTICE else proof
+        return live_weights().confidence(hypothesis.answers, self.evidence.source, proof)
+
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
@@ -272,12 +278,6 @@ class Hypothesis:
     @property
     def log_odds(self) -> float:
         return live_weights().log_odds(self.answers)
-
-    def confidence(self, source: str) -> float:
-        """The confidence, if the evidence is of this source."""
-        proof = "structure" if self.proven_by_structure else "inactivity"
-        proof = "notice" if self.level is VerdictLevel.NOTICE else proof
-        return live_weights().confidence(self.answers, source, proof)
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,9 @@ CONDITIONS: dict[str, Condition] = {
     "not_earlier": lambda context, cause, effect: not effect.since < cause.since - ORDER_S,
     "later": lambda context, cause, effect: effect.since > cause.since + SIMULTANEOUS_S,
     "simultaneous": lambda context, cause, effect: not abs(effect.since - cause.since) > SIMULTANEOUS_S,
-    "in_aftermath": lambda context, cause, effect: effect.since > cause.since + AFTERMATH_S,
+    "in_aftermath": lambda context, cause, effect: (
+        cause.since + AFTERMATH_S < (effect.since if effect.since == effect.since else math.inf)
+    ),
     "within_teardown": lambda context, cause, effect: not effect.since < cause.since - TEARDOWN_S,
     "activity_unknown": _activity_unknown,
     "active_now": _active_now,

@@ -163,7 +163,7 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, exited: dict[int,
             Hypothesis(
                 VerdictKind.STARVED if starved else VerdictKind.DEAD,
                 VerdictLevel.CONFIRMED,
-                {cause.end: True, "most_entered": is_certain, "by_elimination": starved},
+                {cause.end: True, "outvoted": not is_certain, "by_elimination": starved},
                 "has ended with exit code 0 while others still wait for it",
                 (process,),
                 node=node,

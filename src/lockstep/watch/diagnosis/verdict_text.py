@@ -52,7 +52,7 @@ def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
         cause=hypothesis.cause,
         collective=_stalled_collective(context, hypothesis, nodes),
         waiting=chain,
-        confidence=hypothesis.confidence(context.evidence.source),
+        confidence=context.confidence(hypothesis),
         alternatives=hypothesis.alternatives,
         evidence=(*hypothesis.facts, *live_weights().facts(hypothesis.answers)),
         explanation=_explanation(context, hypothesis, chain),
