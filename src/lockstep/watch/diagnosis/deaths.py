@@ -8,7 +8,7 @@ import numpy as np
 from lockstep.watch.diagnosis.device_faults import class_of_failed_device
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity, proven_inactive
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
-from lockstep.watch.diagnosis.explanation import AFTERMATH_S, SIMULTANEOUS_S, choose_explanation
+from lockstep.watch.diagnosis.explanation import AFTERMATH_S, KILLED, SIMULTANEOUS_S, choose_explanation
 from lockstep.watch.diagnosis.failure_classes import (
     FailureClass,
     class_of_exit,
@@ -60,7 +60,8 @@ def _deaths_of_incident(
     for end, ends in alike.items():
         itself = live_weights().factors[end].yes >= live_weights().self_caused
         for cause, processes in ends.values():
-            window = SIMULTANEOUS_S if not itself else AFTERMATH_S if _is_kill(context, processes[0]) else np.inf
+            is_kill = int(context.evidence.processes.exit_code[processes[0]]) in KILLED
+            window = SIMULTANEOUS_S if not itself else AFTERMATH_S if is_kill else np.inf
             last = ended_at[processes[0]] + window
             first = [p for p in processes if ended_at[p] <= last or not (itself or np.isfinite(ended_at[p]))]
             found.append(_death_hypothesis(context, first, cause, members, relevant))
@@ -145,10 +146,6 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
             )
         )
     return found
-
-
-def _is_kill(context: DiagnosisContext, process: int) -> bool:
-    return int(context.evidence.processes.exit_code[process]) in (-9, 137)
 
 
 def _death_hypothesis(

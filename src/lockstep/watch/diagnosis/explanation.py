@@ -23,6 +23,8 @@ ORDER_S = 1.0
 """Other events this far apart have no reliable order."""
 AFTERMATH_S = 5.0
 """A process killed more than this long after another process died was killed by its launcher because of that death."""
+KILLED = (-9, 137)
+"""Exit codes of a kill."""
 TEARDOWN_S = 10.0
 """A process may need this long to exit after an exception, while peers whose connections to it break exit at once."""
 
@@ -46,31 +48,35 @@ def _is_cause(hypothesis: Hypothesis) -> bool:
 
 def _coverage(context: DiagnosisContext, found: Sequence[Hypothesis]) -> BoolArray:
     """`[hypotheses, hypotheses]`: whether the first covers the anomaly of the second."""
-    symptoms = [_symptom(context, each) for each in found]
+    kinds = [_kind(context, each) for each in found]
     footprints = [_footprint(context, each) for each in found]
     covers = np.eye(len(found), dtype=np.bool_)
     for c, cause in enumerate(found):
-        rules = [rule for rule in live_weights().effects if symptoms[c] in rule.causes] if _is_cause(cause) else []
+        rules = [rule for rule in live_weights().effects if kinds[c] in rule.causes] if _is_cause(cause) else []
         for e, effect in enumerate(found if rules else ()):
-            covers[c, e] |= (
-                c != e
-                and any(
-                    symptoms[e] in rule.effects
+            if (footprints[c] & footprints[e]).any():
+                covers[c, e] |= c != e and any(
+                    kinds[e] in rule.effects
                     and all(CONDITIONS[name](context, cause, effect) for name in rule.conditions)
                     for rule in rules
                 )
-                and bool((footprints[c] & footprints[e]).any())
-            )
     while (reached := covers.astype(np.float32) @ covers > 0).sum() > covers.sum():
         covers = reached
     return covers
 
 
-def _symptom(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
-    """The kind of anomaly, as the table of effects names it."""
-    if hypothesis.kind is VerdictKind.DEAD:
-        return "death" if any(context.liveness(p) is Liveness.DEAD for p in hypothesis.culprits) else "exit"
-    return "late" if hypothesis.answers.get("others_gave_up") else str(hypothesis.kind)
+def _kind(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
+    """The kind of cause and effect, as the table of effects names it."""
+    own, proven = set(hypothesis.culprits), hypothesis.proven_by_structure
+    if any(context.liveness(p) is Liveness.DEAD for p in own) and hypothesis.kind is VerdictKind.DEAD:
+        if hypothesis.log_odds >= live_weights().self_caused:
+            return "kill" if all(context.evidence.processes.exit_code[p] in KILLED for p in own) else "crash"
+        return "echo" if hypothesis.answers.get("secondary") else "death"
+    if hypothesis.kind is VerdictKind.DEAD or (hypothesis.kind is VerdictKind.STARVED and proven):
+        return "exit"
+    if hypothesis.kind is VerdictKind.ABSENT:
+        return "stopped" if proven else "late" if hypothesis.answers.get("others_gave_up") else "absent"
+    return "doubted_device" if hypothesis.kind is VerdictKind.DEVICE and not proven else str(hypothesis.kind)
 
 
 def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
@@ -97,42 +103,22 @@ def _with_effects(cause: Hypothesis, effects: Sequence[Hypothesis]) -> Hypothesi
     return replace(cause, facts=(*cause.facts, *facts[:4])[:16])
 
 
-Condition = Callable[[DiagnosisContext, Hypothesis, Hypothesis], bool]
-
-
-def _by_itself(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
-    return cause.log_odds >= live_weights().self_caused
-
-
-def _may_be_effect(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
-    return effect.log_odds < live_weights().self_caused
-
-
-def _killed(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
-    return all(context.evidence.processes.exit_code[p] in (-9, 137) for p in effect.culprits)
-
-
-def _only_effect_secondary(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
-    return bool(effect.answers.get("secondary")) and not cause.answers.get("secondary")
-
-
-def _last_activities(context: DiagnosisContext, hypothesis: Hypothesis) -> list[float]:
-    return [context.last_activity(p) for p in hypothesis.culprits]
-
-
-def _activity_unknown(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
-    last = _last_activities(context, effect)
-    return not last or any(map(math.isnan, last))
-
-
 def _active_now(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
-    return any(measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in effect.culprits)
+    """Whether the culprits of the effect are active, or may be."""
+    active = (measure_inactivity(context, p).is_active(context.thresholds.notice_s) for p in effect.culprits)
+    return math.isnan(_last_activity(context, effect)) or any(active)
 
 
 def _active_until_then(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
+    """Whether the culprits of the effect were active until the cause, or may have been."""
     if not math.isfinite(cause.since):
         return _active_now(context, cause, effect)
-    return max(_last_activities(context, effect), default=math.nan) >= cause.since - ORDER_S
+    return not _last_activity(context, effect) < cause.since - ORDER_S
+
+
+def _last_activity(context: DiagnosisContext, hypothesis: Hypothesis) -> float:
+    """When the culprits were last active; NaN if that is unknown of one, or there are none."""
+    return float(np.max([context.last_activity(p) for p in hypothesis.culprits] or [math.nan]))
 
 
 def _same_process(context: DiagnosisContext, cause: Hypothesis, effect: Hypothesis) -> bool:
@@ -141,26 +127,16 @@ def _same_process(context: DiagnosisContext, cause: Hypothesis, effect: Hypothes
     return own >= {*effect.culprits}
 
 
-CONDITIONS: dict[str, Condition] = {
-    "unproven": lambda context, cause, effect: not effect.proven_by_structure,
+CONDITIONS: dict[str, Callable[[DiagnosisContext, Hypothesis, Hypothesis], bool]] = {
     "less_likely": lambda context, cause, effect: effect.log_odds < cause.log_odds,
     "shares_culprit": lambda context, cause, effect: not {*cause.culprits}.isdisjoint(effect.culprits),
     "same_process": _same_process,
-    "by_itself": _by_itself,
-    "not_by_itself": lambda *each: not _by_itself(*each),
-    "may_be_effect": _may_be_effect,
-    "killed": _killed,
-    "only_effect_secondary": _only_effect_secondary,
-    "as_likely_primary": lambda context, cause, effect: not _only_effect_secondary(context, effect, cause),
-    "not_earlier": lambda context, cause, effect: not effect.since < cause.since - ORDER_S,
-    "later": lambda context, cause, effect: effect.since > cause.since + SIMULTANEOUS_S,
-    "simultaneous": lambda context, cause, effect: not abs(effect.since - cause.since) > SIMULTANEOUS_S,
-    "in_aftermath": lambda context, cause, effect: (
-        cause.since + AFTERMATH_S < (effect.since if effect.since == effect.since else math.inf)
-    ),
-    "within_teardown": lambda context, cause, effect: not effect.since < cause.since - TEARDOWN_S,
-    "activity_unknown": _activity_unknown,
     "active_now": _active_now,
     "active_until_then": _active_until_then,
+    "not_earlier": lambda context, cause, effect: not effect.since < cause.since - ORDER_S,
+    "within_teardown": lambda context, cause, effect: not effect.since < cause.since - TEARDOWN_S,
+    "simultaneous": lambda context, cause, effect: not abs(effect.since - cause.since) > SIMULTANEOUS_S,
+    "later": lambda context, cause, effect: effect.since > cause.since + SIMULTANEOUS_S,
+    "in_aftermath": lambda context, cause, effect: np.nan_to_num(effect.since, nan=np.inf) > cause.since + AFTERMATH_S,
 }
-"""The conditions of the table of effects, of a cause and an effect. An unknown time is in no order."""
+"""The conditions of the table of effects. An unknown time may be any, except that of a kill, which counts as late."""
