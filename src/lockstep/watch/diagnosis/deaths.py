@@ -44,13 +44,11 @@ def find_deaths(context: DiagnosisContext, relevant: BoolArray | None) -> list[H
     return found
 
 
-def _deaths_of_incident(
-    context: DiagnosisContext, members: Sequence[int], relevant: BoolArray | None
-) -> list[Hypothesis]:
+def _deaths_of_incident(context: DiagnosisContext, dead: Sequence[int], relevant: BoolArray | None) -> list[Hypothesis]:
     """The hypotheses about the deaths of one incident, the earliest first, at most `MAX_ENDS` of each kind of end."""
     ended_at = np.nan_to_num(context.evidence.processes.ended_at, nan=np.inf)
     alike: dict[str, dict[tuple[str, str, str], tuple[FailureClass, list[int]]]] = {}
-    for process in sorted(members, key=lambda p: float(ended_at[p])):
+    for process in sorted(dead, key=lambda p: float(ended_at[p])):
         cause = _class_of_death(context, process)
         key = context.role(process), cause.name, _describe_end(context, process)
         ends = alike.setdefault(cause.end, {})
@@ -64,7 +62,7 @@ def _deaths_of_incident(
             window = SIMULTANEOUS_S if not itself else AFTERMATH_S if is_kill else np.inf
             last = ended_at[processes[0]] + window
             first = [p for p in processes if ended_at[p] <= last or not (itself or np.isfinite(ended_at[p]))]
-            found.append(_death_hypothesis(context, first, cause, members, relevant))
+            found.append(_death_hypothesis(context, first, cause, dead, relevant))
     return found
 
 
@@ -106,26 +104,23 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
     Such a member had not entered the collective of the dead processes, and exited earlier or has been inactive since
     before their deaths."""
     members, processes = context.evidence.communicators, context.evidence.processes
-    late: dict[int, tuple[int, int, float, float]] = {}
+    late: dict[int, tuple[int, int]] = {}
     for process in dead:
         for row in np.flatnonzero((members.process == process) & (members.entered > 0)).tolist():
             rows = context.members(int(context.pending.communicator[row]))
             not_entered = (members.entered[rows] >= 0) & (members.entered[rows] < members.entered[row])
             for other in members.process[rows][not_entered].tolist():
-                collective = int(context.pending.communicator[row]), int(members.entered[row])
-                late.setdefault(
-                    other, (*collective, float(members.entered_at[row]), float(processes.ended_at[process]))
-                )
+                late.setdefault(other, (row, process))
     found = []
-    for other, (communicator, seq, since, ended_at) in sorted(late.items()):
+    for other, (row, process) in sorted(late.items()):
+        since, ended_at = float(members.entered_at[row]), float(processes.ended_at[process])
         has_exited = context.liveness(other) is Liveness.EXITED and not processes.ended_at[other] > ended_at + 1.0
         is_inactive = (
             measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s
             and context.last_activity(other) <= ended_at
         )
-        if context.note(other).ours or not (
-            has_exited or (is_inactive and context.liveness(other) is Liveness.RUNNING)
-        ):
+        is_late = has_exited or (is_inactive and context.liveness(other) is Liveness.RUNNING)
+        if context.note(other).ours or not is_late:
             continue
         proven = has_exited or (proven_inactive(context, other, since) and not context.progress_unknown[other])
         found.append(
@@ -135,7 +130,7 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
                 {"others_gave_up": proven or None},
                 "has ended with exit code 0" if has_exited else "has not entered {collective}, which others gave up on",
                 (other,),
-                collective=(communicator, seq),
+                collective=(int(context.pending.communicator[row]), int(members.entered[row])),
                 proven_by_structure=has_exited,
                 others=tuple(dead),
                 since=float(processes.ended_at[other]) if has_exited else since,
@@ -149,16 +144,12 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
 
 
 def _death_hypothesis(
-    context: DiagnosisContext,
-    first: list[int],
-    cause: FailureClass,
-    incident: Sequence[int],
-    relevant: BoolArray | None,
+    context: DiagnosisContext, first: list[int], cause: FailureClass, dead: Sequence[int], relevant: BoolArray | None
 ) -> Hypothesis:
-    """The hypothesis that processes, which ended alike, are the first of an incident."""
+    """The hypothesis that processes that ended alike are the first of the dead of an incident."""
     node, _ = longest_wait_on(context, first[0], relevant)
     info = context.evidence.processes.info
-    refused = is_collective_refused(context.note(first[0]).error)
+    refused, unknown = is_collective_refused(context.note(first[0]).error), cause.name == "unknown"
     return Hypothesis(
         VerdictKind.DEAD,
         VerdictLevel.NOTICE if refused else VerdictLevel.CONFIRMED,  # the recorded calls show which rank was wrong
@@ -170,11 +161,9 @@ def _death_hypothesis(
         cause=cause.name,
         alternatives=cause.alternatives,
         facts=tuple(Fact(f"{info[p].name} {_describe_end(context, p)}", "its parent") for p in first[:16]),
-        collect=("the last lines of its log, and the kernel log of its host (dmesg)",)
-        if cause.name == "unknown"
-        else (),
+        collect=("the last lines of its log, and the kernel log of its host (dmesg)",) if unknown else (),
         proven_by_structure=True,
-        others=tuple({*incident} - {*first}),
+        others=tuple({*dead} - {*first}),
     )
 
 

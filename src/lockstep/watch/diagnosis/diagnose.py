@@ -79,19 +79,18 @@ def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object
 def _merge_alike(context: DiagnosisContext, found: Iterable[Hypothesis]) -> list[Hypothesis]:
     """Merges hypotheses of one kind and level about the same role and the same wait or communicator."""
     kept: list[Hypothesis] = []
-    for each in found:
+    for each in sorted(found, key=lambda each: not context.wholes.keys().isdisjoint(each.culprits)):  # parts last
         alike = next((i for i, other in enumerate(kept) if _are_alike(context, other, each)), None)
         if alike is None:
             kept.append(each)
-        elif _is_part_of(context, kept[alike], each) or _is_part_of(context, each, kept[alike]):
-            kept[alike] = _join_part(context, kept[alike], each)
         else:
-            kept[alike] = _merge_pair(context, kept[alike], each)
+            merge = _join_part if _is_part_of(context, kept[alike], each) else _merge_pair
+            kept[alike] = merge(context, kept[alike], each)
     return kept
 
 
 def _are_alike(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -> bool:
-    if _is_part_of(context, one, other) or _is_part_of(context, other, one):
+    if _is_part_of(context, one, other):
         return True
     if (one.kind, one.level, one.outside) != (other.kind, other.level, other.outside):
         return False
@@ -111,7 +110,7 @@ def _are_alike(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) ->
     return any(shared & context.communicators_of(p) for p in other.culprits)
 
 
-def _is_part_of(context: DiagnosisContext, part: Hypothesis, whole: Hypothesis) -> bool:
+def _is_part_of(context: DiagnosisContext, whole: Hypothesis, part: Hypothesis) -> bool:
     """Whether one hypothesis is about a process that others wait for, and the other about a part of it that hangs."""
     if part.kind not in _INACTIVE or whole.kind not in _INACTIVE or not context.wholes:
         return False
@@ -119,9 +118,8 @@ def _is_part_of(context: DiagnosisContext, part: Hypothesis, whole: Hypothesis) 
     return len(wholes) == 1 and wholes.isdisjoint(part.culprits) and wholes <= {*whole.culprits}
 
 
-def _join_part(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -> Hypothesis:
+def _join_part(context: DiagnosisContext, whole: Hypothesis, part: Hypothesis) -> Hypothesis:
     """The others wait for the process; the line is that of the part."""
-    whole, part = (other, one) if _is_part_of(context, one, other) else (one, other)
     proof = part if part.level is VerdictLevel.CONFIRMED else whole
     return replace(
         whole,

@@ -29,8 +29,8 @@ class LiveWeights:
     """The content of the file."""
 
     factors: Mapping[str, FactorWeight]
-    texts: Mapping[tuple[str, bool], str]
-    factor_ceilings: Mapping[str, float]
+    about: Mapping[str, Mapping[str, Any]]
+    """The texts and ceilings of factors."""
     ceilings: Mapping[str, Mapping[str, float]]
     self_caused: float
     effects: tuple[EffectRule, ...]
@@ -45,14 +45,14 @@ class LiveWeights:
             source: `Evidence.source`.
             proof: `structure`, `inactivity` or `notice`.
         """
-        ceilings = [self.ceilings.get(source, self.ceilings["beacons"])[proof]]
-        ceilings += [ceiling for name, ceiling in self.factor_ceilings.items() if answers.get(name)]
-        return round(Calibration(ceiling=min(ceilings)).confidence(self.log_odds(answers)), 2)
+        ceilings = [self.about[name].get("ceiling", 1.0) for name, answer in answers.items() if answer]
+        ceiling = min([self.ceilings.get(source, self.ceilings["beacons"])[proof], *ceilings])
+        return round(Calibration(ceiling=ceiling).confidence(self.log_odds(answers)), 2)
 
     def facts(self, answers: Answers) -> tuple[Fact, ...]:
         """The answers as evidence."""
-        given = (self.texts.get((name, answer)) for name, answer in answers.items() if answer is not None)
-        return tuple(Fact(text, "diagnosis") for text in given if text)
+        given = ((name, "says" if answer else "otherwise") for name, answer in answers.items() if answer is not None)
+        return tuple(Fact(self.about[name][key], "diagnosis") for name, key in given if key in self.about[name])
 
 
 @cache
@@ -60,11 +60,9 @@ def live_weights() -> LiveWeights:
     """The content of the file, which is read once."""
     text = Path(__file__).with_suffix(".yaml").read_text("utf-8")
     data: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    factors = data["factors"]
     return LiveWeights(
-        {name: FactorWeight(each.get("if_yes", 0.0), each.get("if_no", 0.0)) for name, each in factors.items()},
-        {(n, yes): each[key] for n, each in factors.items() for yes, key in _TEXTS if key in each},
-        {name: each["ceiling"] for name, each in factors.items() if "ceiling" in each},
+        {name: FactorWeight(each.get("if_yes", 0.0), each.get("if_no", 0.0)) for name, each in data["factors"].items()},
+        data["factors"],
         data["ceilings"],
         data["self_caused"],
         tuple(
@@ -72,6 +70,3 @@ def live_weights() -> LiveWeights:
             for each in data["effects"]
         ),
     )
-
-
-_TEXTS = ((True, "says"), (False, "otherwise"))

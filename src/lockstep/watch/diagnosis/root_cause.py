@@ -147,8 +147,9 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, exited: dict[int,
     for process, nodes in exited.items():
         if context.note(process).ours:
             continue
-        collectives = [node for node in nodes if graph.is_collective(node)]
-        extra = next((node for node in collectives if _most_exited_instead(context, graph, node)), None)
+        counts = {node: _entry_counts(context, graph, node) for node in nodes if graph.is_collective(node)}
+        # Most members exited normally instead of entering, so those that entered made an extra call.
+        extra = next((node for node, (now, out, size) in counts.items() if out > now and 2 * out > size), None)
         if extra is not None:
             if extra not in extra_calls:
                 extra_calls.add(extra)
@@ -156,14 +157,14 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, exited: dict[int,
             continue
         node, _ = longest_waiting_node(graph, nodes)
         cause = class_of_exit(Liveness.EXITED, 0, context.note(process))
-        is_certain = not collectives or any(_most_entered(context, graph, each) for each in collectives)
+        outvoted = bool(counts) and not any(2 * entered > size for entered, _, size in counts.values())
         # In every wait that it blocks, another process could have answered as well.
         starved = all(graph.any_of[each] for each in nodes)
         found.append(
             Hypothesis(
                 VerdictKind.STARVED if starved else VerdictKind.DEAD,
                 VerdictLevel.CONFIRMED,
-                {cause.end: True, "outvoted": not is_certain, "by_elimination": starved},
+                {cause.end: True, "outvoted": outvoted, "by_elimination": starved},
                 "has ended with exit code 0 while others still wait for it",
                 (process,),
                 node=node,
@@ -184,17 +185,6 @@ def _entry_counts(context: DiagnosisContext, graph: WaitGraph, node: int) -> tup
     entered = members.entered[rows] >= graph.seq[node]
     liveness = context.evidence.processes.liveness[members.process[rows]]
     return int(entered.sum()), int(((liveness == Liveness.EXITED) & ~entered).sum()), len(entered)
-
-
-def _most_exited_instead(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
-    """Whether most members exited normally instead of entering, so that those that entered made an extra call."""
-    entered, exited, size = _entry_counts(context, graph, node)
-    return exited > entered and 2 * exited > size
-
-
-def _most_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
-    entered, _, size = _entry_counts(context, graph, node)
-    return 2 * entered > size
 
 
 def _extra_collective(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis:
