@@ -52,14 +52,10 @@ def _coverage(context: DiagnosisContext, found: Sequence[Hypothesis]) -> BoolArr
     footprints = [_footprint(context, each) for each in found]
     covers = np.eye(len(found), dtype=np.bool_)
     for c, cause in enumerate(found):
-        rules = [rule for rule in live_weights().effects if kinds[c] in rule.causes] if _is_cause(cause) else []
-        for e, effect in enumerate(found if rules else ()):
-            if (footprints[c] & footprints[e]).any():
-                covers[c, e] |= c != e and any(
-                    kinds[e] in rule.effects
-                    and all(CONDITIONS[name](context, cause, effect) for name in rule.conditions)
-                    for rule in rules
-                )
+        for e, effect in enumerate(found if _is_cause(cause) else ()):
+            rules = live_weights().effects.get((kinds[c], kinds[e]), ()) if c != e else ()
+            if any(all(CONDITIONS[name](context, cause, effect) for name in rule) for rule in rules):
+                covers[c, e] |= bool((footprints[c] & footprints[e]).any())
     while (reached := covers.astype(np.float32) @ covers > 0).sum() > covers.sum():
         covers = reached
     return covers

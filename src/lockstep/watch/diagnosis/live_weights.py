@@ -1,8 +1,9 @@
 """Reads `live_weights.yaml`: what the inference knows about live beacons and dumps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,16 @@ Answers = Mapping[str, bool | None]
 
 
 @dataclass(frozen=True, slots=True)
-class EffectRule:
-    """What kinds of causes may have what kinds of effects if all conditions hold."""
-
-    causes: frozenset[str]
-    effects: frozenset[str]
-    conditions: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LiveWeights:
     """The content of the file."""
 
     factors: Mapping[str, FactorWeight]
     about: Mapping[str, Mapping[str, Any]]
     """The texts and ceilings of factors."""
-    ceilings: Mapping[str, Mapping[str, float]]
+    ceilings: Mapping[str, dict[str, float]]
     self_caused: float
-    effects: tuple[EffectRule, ...]
+    effects: Mapping[tuple[str, str], Sequence[Sequence[str]]]
+    """By kind of cause and kind of effect: lists of conditions, of which all of one list must hold."""
 
     def log_odds(self, answers: Answers) -> float:
         return add_up(0.0, answers, self.factors)
@@ -46,7 +39,7 @@ class LiveWeights:
             proof: `structure`, `inactivity` or `notice`.
         """
         ceilings = [self.about[name].get("ceiling", 1.0) for name, answer in answers.items() if answer]
-        ceiling = min([self.ceilings.get(source, self.ceilings["beacons"])[proof], *ceilings])
+        ceiling = min([(self.ceilings["any"] | self.ceilings.get(source, {}))[proof], *ceilings])
         return round(Calibration(ceiling=ceiling).confidence(self.log_odds(answers)), 2)
 
     def facts(self, answers: Answers) -> tuple[Fact, ...]:
@@ -60,13 +53,10 @@ def live_weights() -> LiveWeights:
     """The content of the file, which is read once."""
     text = Path(__file__).with_suffix(".yaml").read_text("utf-8")
     data: dict[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return LiveWeights(
-        {name: FactorWeight(each.get("if_yes", 0.0), each.get("if_no", 0.0)) for name, each in data["factors"].items()},
-        data["factors"],
-        data["ceilings"],
-        data["self_caused"],
-        tuple(
-            EffectRule(frozenset(each["cause"]), frozenset(each["effect"]), tuple(each.get("if", ())))
-            for each in data["effects"]
-        ),
-    )
+    effects: dict[tuple[str, str], list[Sequence[str]]] = {}
+    for rule in data["effects"]:
+        for pair in product(rule["cause"], rule["effect"]):
+            effects.setdefault(pair, []).append(rule.get("if", ()))
+    about = data["factors"]
+    weights = {name: FactorWeight(each.get("if_yes", 0.0), each.get("if_no", 0.0)) for name, each in about.items()}
+    return LiveWeights(weights, about, data["ceilings"], data["self_caused"], effects)
