@@ -7,8 +7,8 @@ import numpy as np
 
 from lockstep.watch.diagnosis.device_faults import class_of_failed_device
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity, proven_inactive
+from lockstep.watch.diagnosis.effects import AFTERMATH_S, KILLED, SIMULTANEOUS_S, choose_explanation
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
-from lockstep.watch.diagnosis.explanation import AFTERMATH_S, KILLED, SIMULTANEOUS_S, choose_explanation
 from lockstep.watch.diagnosis.failure_classes import (
     FailureClass,
     class_of_exit,

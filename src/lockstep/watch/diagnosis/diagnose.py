@@ -15,9 +15,9 @@ from lockstep.watch.diagnosis.deadlock import find_deadlocks
 from lockstep.watch.diagnosis.deaths import find_deaths, find_stopped
 from lockstep.watch.diagnosis.device_faults import find_device_faults
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis
+from lockstep.watch.diagnosis.effects import choose_explanation
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.evidence_types import Liveness
-from lockstep.watch.diagnosis.explanation import choose_explanation
 from lockstep.watch.diagnosis.in_flight import find_in_flight
 from lockstep.watch.diagnosis.mismatch import find_mismatches
 from lockstep.watch.diagnosis.pending import find_pending

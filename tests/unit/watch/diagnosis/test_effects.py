@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_diagnose import AT, Group, One, check, diagnose, fsdp, only, policy, snapshot
 
-from lockstep.watch.diagnosis import explanation, live_weights
+from lockstep.watch.diagnosis import effects, live_weights
 from lockstep.watch.diagnosis.evidence_types import Liveness, ProcessNote
 from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
 
@@ -22,11 +22,11 @@ def test_the_table_names_known_kinds_and_conditions() -> None:
     kinds = KINDS | {str(each) for each in VerdictKind} - {"dead"}
     assert {kind for pair in WEIGHTS.effects for kind in pair} <= kinds
     used = {name for rules in WEIGHTS.effects.values() for rule in rules for name in rule}
-    assert used == set(explanation.CONDITIONS)
+    assert used == set(effects.CONDITIONS)
 
 
 def test_every_factor_is_answered_somewhere_and_no_other() -> None:
-    folder = Path(explanation.__file__).parent
+    folder = Path(effects.__file__).parent
     code = "".join(each.read_text("utf-8") for each in folder.glob("*.py") if each.stem != "live_weights")
     assert {name for name in WEIGHTS.factors if f'"{name}"' in code} == set(WEIGHTS.factors)
     answered = set(re.findall(r'\{"(\w+)": (?:True|False|proven|others_run)', code)) | set(

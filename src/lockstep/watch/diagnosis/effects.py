@@ -83,7 +83,8 @@ def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
     involved[[*hypothesis.culprits, *hypothesis.others]] = True
     if hypothesis.node is not None and graph is not None:
         involved[graph.wait_process[graph.wait_node == hypothesis.node]] = True
-        communicators[graph.communicator[hypothesis.node]] |= graph.communicator[hypothesis.node] >= 0
+        if graph.communicator[hypothesis.node] >= 0:
+            communicators[graph.communicator[hypothesis.node]] = True
     if hypothesis.collective is not None:
         communicators[hypothesis.collective[0]] = True
     involved[[whole for part, whole in context.wholes.items() if involved[part]]] = True
