@@ -150,10 +150,8 @@ def class_of_own_error(error: str) -> str:
 def class_of_exit(liveness: int, code: int, note: ProcessNote) -> FailureClass:
     """The class of the failure of a process that has ended."""
     if is_secondary_error(note.error):
-        return FailureClass(
-            "unknown" if is_collective_stalled(note.error) else class_of_error(note.error) or "unknown",
-            end="secondary",
-        )
+        name = "" if is_collective_stalled(note.error) else class_of_error(note.error)
+        return FailureClass(name or "unknown", end="secondary")
     if is_collective_refused(note.error):
         return FailureClass("rank_divergent_branch", end="may_follow")
     if note.cause in ("", "external_kill") and NO_EXIT_CODE < code < 0:  # then `error` only names the signal
@@ -162,17 +160,10 @@ def class_of_exit(liveness: int, code: int, note: ProcessNote) -> FailureClass:
         return FailureClass(note.cause, end="named_failure")
     if note.error:
         proven = class_of_error(note.error)
-        return (
-            FailureClass(proven, end="named_failure")
-            if proven
-            else FailureClass("rank_exception_masked", end="own_end")
-        )
+        return FailureClass(proven, end="named_failure") if proven else FailureClass("rank_exception_masked")
     if liveness == Liveness.EXITED or code == 0:
-        return FailureClass(
-            "unknown",
-            (Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.3)),
-            end="left_early",
-        )
+        causes = (Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.3))
+        return FailureClass("unknown", causes, "left_early")
     return _class_of_code(code)
 
 
@@ -187,15 +178,11 @@ def _class_of_code(code: int) -> FailureClass:
     if number in _TERMINATION_SIGNALS:  # less than a failure of its own: launchers end the others after the first
         return FailureClass("external_kill", end="asked_to_end")
     if number == signal.SIGABRT:
-        return FailureClass(
-            "unknown",
-            (Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2)),
-            end="may_follow",
-        )
+        causes = (Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2))
+        return FailureClass("unknown", causes, "may_follow")
     if code == NO_EXIT_CODE:
-        return FailureClass(
-            "unknown", (Alternative("host_oom", 0.3), Alternative("external_kill", 0.3)), end="end_unobserved"
-        )
+        causes = (Alternative("host_oom", 0.3), Alternative("external_kill", 0.3))
+        return FailureClass("unknown", causes, "end_unobserved")
     return FailureClass("rank_exception_masked", (Alternative("unknown", 0.4),), end="error_code")
 
 

@@ -32,12 +32,8 @@ class LiveWeights:
         return add_up(0.0, answers, self.factors)
 
     def confidence(self, answers: Answers, source: str, proof: str) -> float:
-        """The confidence of a hypothesis, of which more than two digits say nothing.
-
-        Args:
-            source: `Evidence.source`.
-            proof: `structure`, `inactivity` or `notice`.
-        """
+        """The confidence of a hypothesis, in whole percents. `source` is that of the evidence, `proof` one of
+        `structure`, `inactivity` and `notice`."""
         ceilings = [self.about[name].get("ceiling", 1.0) for name, answer in answers.items() if answer]
         ceiling = min([(self.ceilings["any"] | self.ceilings.get(source, {}))[proof], *ceilings])
         return round(Calibration(ceiling=ceiling).confidence(self.log_odds(answers)), 2)
