@@ -5,7 +5,7 @@ Then come processes that others wait for and that wait for no other process. Of 
 covers everything anomalous is chosen, and those of one kind about one wait are merged into one verdict.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +56,9 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
         found += find_in_flight(context, graph, relevant, mismatched) + find_waits_without_blocker(
             context, graph, relevant
         )
-    kept = _merge_alike(context, choose_explanation(context, found))
+    kept = choose_explanation(context, found)
+    kept.sort(key=lambda each: not context.wholes.keys().isdisjoint(each.culprits))  # parts of processes last
+    kept = _merge(context, _merge(context, kept, _is_part_of, _join_part), _are_alike, _merge_pair)
     return [
         to_verdict(context, each) for each in sorted(kept, key=lambda each: _sort_key(context, each))[:MAX_VERDICTS]
     ]
@@ -76,22 +78,25 @@ def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object
     )
 
 
-def _merge_alike(context: DiagnosisContext, found: Iterable[Hypothesis]) -> list[Hypothesis]:
-    """Merges hypotheses of one kind and level about the same role and the same wait or communicator."""
+def _merge(
+    context: DiagnosisContext,
+    found: Iterable[Hypothesis],
+    belong: Callable[[DiagnosisContext, Hypothesis, Hypothesis], bool],
+    join: Callable[[DiagnosisContext, Hypothesis, Hypothesis], Hypothesis],
+) -> list[Hypothesis]:
+    """Joins each hypothesis with the first before it to which it belongs."""
     kept: list[Hypothesis] = []
-    for each in sorted(found, key=lambda each: not context.wholes.keys().isdisjoint(each.culprits)):  # parts last
-        alike = next((i for i, other in enumerate(kept) if _are_alike(context, other, each)), None)
-        if alike is None:
+    for each in found:
+        at = next((i for i, other in enumerate(kept) if belong(context, other, each)), None)
+        if at is None:
             kept.append(each)
         else:
-            merge = _join_part if _is_part_of(context, kept[alike], each) else _merge_pair
-            kept[alike] = merge(context, kept[alike], each)
+            kept[at] = join(context, kept[at], each)
     return kept
 
 
 def _are_alike(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -> bool:
-    if _is_part_of(context, one, other):
-        return True
+    """Whether both are of one kind and level, about the same role and the same wait or communicator."""
     if (one.kind, one.level, one.outside) != (other.kind, other.level, other.outside):
         return False
     if one.culprits and set(one.culprits) == set(other.culprits):
@@ -120,12 +125,13 @@ def _is_part_of(context: DiagnosisContext, whole: Hypothesis, part: Hypothesis) 
 
 def _join_part(context: DiagnosisContext, whole: Hypothesis, part: Hypothesis) -> Hypothesis:
     """The others wait for the process; the line is that of the part."""
-    proof = part if part.level is VerdictLevel.CONFIRMED else whole
+    surer = max(whole, part, key=context.confidence)
     return replace(
         whole,
         part=part.culprits[0] if whole.part is None else whole.part,
-        level=proof.level,
-        answers=max(whole, part, key=context.confidence).answers,
+        level=(part if part.level is VerdictLevel.CONFIRMED else whole).level,
+        answers=surer.answers,
+        proven_by_structure=surer.proven_by_structure,
         facts=(*part.facts, *whole.facts)[:16],
         collect=part.collect,
     )
