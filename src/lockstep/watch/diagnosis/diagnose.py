@@ -79,10 +79,7 @@ def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object
 
 
 def _merge(
-    context: DiagnosisContext,
-    found: Iterable[Hypothesis],
-    belong: Callable[[DiagnosisContext, Hypothesis, Hypothesis], bool],
-    join: Callable[[DiagnosisContext, Hypothesis, Hypothesis], Hypothesis],
+    context: DiagnosisContext, found: Iterable[Hypothesis], belong: Callable[..., bool], join: Callable[..., Hypothesis]
 ) -> list[Hypothesis]:
     """Joins each hypothesis with the first before it to which it belongs."""
     kept: list[Hypothesis] = []
