@@ -19,7 +19,6 @@ from lockstep.watch.diagnosis.evidence import IntArray
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots, join_ranges
 
-OUTLIER_CONFIDENCE, SYMMETRIC_CONFIDENCE = 0.75, 0.7
 _OTHER_ORDER = "waits in a different order than the others"
 _MAX_TRIED = 64
 """The largest cycle in which each process is tried as the outlier, and the most processes whose progress is checked."""
@@ -43,7 +42,7 @@ def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothes
 def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray) -> Hypothesis:
     waiters_by_node = _participants(graph, deadlock)
     involved = sorted(set().union(*waiters_by_node))
-    outliers, text, confidence = _find_outliers(context, graph, deadlock, waiters_by_node)
+    outliers, text, stands_out = _find_outliers(context, graph, deadlock, waiters_by_node)
     waiters = np.bincount(graph.wait_node, minlength=len(graph.seq))
     node = max(deadlock.tolist(), key=lambda each: (waiters[each], -graph.since[each]))
     only_collectives = bool((graph.edge[deadlock] < 0).all())
@@ -57,7 +56,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
     return Hypothesis(
         VerdictKind.CYCLE,
         VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
-        confidence,
+        {"closed_circle": True, "differs_from_peers": stands_out or None},
         text,
         tuple(outliers or involved),
         node=node,
@@ -103,20 +102,20 @@ def _participants(graph: WaitGraph, deadlock: IntArray) -> list[set[int]]:
 
 def _find_outliers(
     context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
-) -> tuple[list[int], str, float]:
+) -> tuple[list[int], str, bool]:
     """The processes of a deadlock that behave differently than the others (empty if all behave alike), a text about
-    them, and the confidence. If comparisons name different processes, all of these are named with less confidence."""
+    them, and whether all comparisons name them. If comparisons name different processes, all of these are named."""
     comparisons = _compare_counts(context, graph, deadlock, waiters_by_node)
     if len({outliers for outliers, _, _ in comparisons}) == 1:
         outliers, _, text = min(comparisons)  # the text about the earliest wait
-        return list(outliers), text, OUTLIER_CONFIDENCE
+        return list(outliers), text, True
     contested = set().union(*(outliers for outliers, _, _ in comparisons))
     if contested and len(contested) < len(set().union(*waiters_by_node)):
-        return sorted(contested), _OTHER_ORDER, SYMMETRIC_CONFIDENCE
+        return sorted(contested), _OTHER_ORDER, False
     by_removal = _outliers_by_removal(graph, deadlock, waiters_by_node)
     if by_removal:
-        return by_removal, _OTHER_ORDER, OUTLIER_CONFIDENCE
-    return [], "wait for each other", SYMMETRIC_CONFIDENCE
+        return by_removal, _OTHER_ORDER, True
+    return [], "wait for each other", False
 
 
 def _outliers_by_removal(graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]) -> list[int]:

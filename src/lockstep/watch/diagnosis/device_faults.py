@@ -11,9 +11,8 @@ from lockstep.watch.diagnosis.root_cause import longest_wait_on, longest_waiting
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
-_CONFIDENCE = {"lost": 0.95, "xid": 0.9, "ecc": 0.85}
-_MAX_GUESSED_CONFIDENCE = 0.7
-"""Of a device that the process should use according to its environment."""
+_ANSWERS = {"lost": "named_failure", "xid": "device_reports", "ecc": "device_counts"}
+"""What an error of a device answers, by its kind."""
 _REPORT_S = 2.0
 """Progress within this time after an error was noticed may be older than the error."""
 
@@ -88,13 +87,12 @@ def _progressed_at(context: DiagnosisContext, process: int) -> float:
 def _device_hypothesis(
     context: DiagnosisContext, process: int, node: int | None, device: ProcessDevice, at: float, fault: DeviceFault
 ) -> Hypothesis:
-    confidence = _CONFIDENCE[fault.kind]
     cause = fault_class(fault)
     name = context.evidence.processes.info[process].name
     return Hypothesis(
         VerdictKind.DEVICE,
         VerdictLevel.CONFIRMED,
-        confidence if device.certain else min(confidence, _MAX_GUESSED_CONFIDENCE),
+        {_ANSWERS[fault.kind]: True, "device_assumed": not device.certain},
         f"uses {device_label(device.sample)}, which has failed: {fault.text}",
         (process,),
         node=node,

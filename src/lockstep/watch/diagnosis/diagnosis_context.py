@@ -7,7 +7,7 @@ An active process is never proven to hang, however long others have waited for i
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -15,15 +15,10 @@ import numpy as np
 from lockstep.watch.diagnosis.device_evidence import device_texts, idle_s, last_moved_at
 from lockstep.watch.diagnosis.evidence import Evidence, FloatArray, IntArray, WaitEdge
 from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness, ProcessNote
+from lockstep.watch.diagnosis.live_weights import Answers, live_weights
 from lockstep.watch.diagnosis.pending import PendingCollectives
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, StallThresholds, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
-
-MAX_NOTICE_CONFIDENCE = 0.6
-"""The highest confidence of a notice."""
-MAX_INACTIVITY_CONFIDENCE = 0.78
-"""The highest confidence of a verdict based on inactivity, whose cause may lie outside the evidence. Only structural
-proof gives more."""
 
 _NO_NOTE = ProcessNote()
 _MAX_SITES = 64
@@ -238,6 +233,12 @@ class DiagnosisContext:
         keys = ((int(calls.membership[row]), seq) for row in rows[:_MAX_SITES])
         return call, next((calls.sites[key] for key in keys if key in calls.sites), call.site if call else "")
 
+    def confidence(self, hypothesis: "Hypothesis") -> float:
+        """The confidence of a hypothesis, limited by its level and proof."""
+        proof = "structure" if hypothesis.proven_by_structure else "inactivity"
+        proof = "notice" if hypothesis.level is VerdictLevel.NOTICE else proof
+        return live_weights().confidence(hypothesis.answers, self.evidence.source, proof)
+
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
@@ -245,7 +246,8 @@ class Hypothesis:
 
     kind: VerdictKind
     level: VerdictLevel
-    confidence: float
+    answers: Answers
+    """What speaks for it and against it: the answers to factors of `live_weights.yaml`."""
     text: str
     """A verb phrase about the culprits: `has not entered {collective}`."""
     culprits: tuple[int, ...] = ()
@@ -273,11 +275,9 @@ class Hypothesis:
     others: tuple[int, ...] = field(default=())
     """Innocent processes of the incident. Hypotheses that share processes belong to one incident."""
 
-    def capped(self) -> "Hypothesis":
-        """The hypothesis with its confidence limited by its level."""
-        if self.level is VerdictLevel.NOTICE:
-            return replace(self, confidence=min(self.confidence, MAX_NOTICE_CONFIDENCE))
-        return self
+    @property
+    def log_odds(self) -> float:
+        return live_weights().log_odds(self.answers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,8 +114,8 @@ class FailureClass:
 
     name: str = "unknown"
     alternatives: tuple[Alternative, ...] = ()
-    culprit_confidence: float = 0.9
-    """How likely it is, judging by the exit alone, that this process caused the failure: 0 to 1."""
+    end: str = "own_end"
+    """What the exit alone says about whether this process caused the failure: a factor of `live_weights.yaml`."""
 
 
 def is_secondary_error(error: str) -> bool:
@@ -150,55 +150,40 @@ def class_of_own_error(error: str) -> str:
 def class_of_exit(liveness: int, code: int, note: ProcessNote) -> FailureClass:
     """The class of the failure of a process that has ended."""
     if is_secondary_error(note.error):
-        return FailureClass(
-            "unknown" if is_collective_stalled(note.error) else class_of_error(note.error) or "unknown",
-            culprit_confidence=0.3,
-        )
+        name = "" if is_collective_stalled(note.error) else class_of_error(note.error)
+        return FailureClass(name or "unknown", end="secondary")
     if is_collective_refused(note.error):
-        return FailureClass("rank_divergent_branch", culprit_confidence=0.5)
+        return FailureClass("rank_divergent_branch", end="may_follow")
     if note.cause in ("", "external_kill") and NO_EXIT_CODE < code < 0:  # then `error` only names the signal
         return replace(_class_of_code(code), name=note.cause or _class_of_code(code).name)
     if note.cause:
-        return FailureClass(note.cause, culprit_confidence=0.95)
+        return FailureClass(note.cause, end="named_failure")
     if note.error:
         proven = class_of_error(note.error)
-        return (
-            FailureClass(proven, culprit_confidence=0.95)
-            if proven
-            else FailureClass("rank_exception_masked", culprit_confidence=0.9)
-        )
+        return FailureClass(proven, end="named_failure") if proven else FailureClass("rank_exception_masked")
     if liveness == Liveness.EXITED or code == 0:
-        return FailureClass(
-            "unknown",
-            (Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.3)),
-            culprit_confidence=0.85,
-        )
+        causes = (Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.3))
+        return FailureClass("unknown", causes, "left_early")
     return _class_of_code(code)
 
 
 def _class_of_code(code: int) -> FailureClass:
     number = -code if NO_EXIT_CODE < code < 0 else code - 128 if 128 < code < 128 + 65 else 0
     if number == signal.SIGKILL:
-        return FailureClass(
-            "unknown", (Alternative("host_oom", 0.5), Alternative("external_kill", 0.4)), culprit_confidence=0.9
-        )
+        return FailureClass("unknown", (Alternative("host_oom", 0.5), Alternative("external_kill", 0.4)), end="own_end")
     if number == signal.SIGBUS:
-        return FailureClass("unknown", (Alternative("shm_too_small", 0.6),), culprit_confidence=0.9)
+        return FailureClass("unknown", (Alternative("shm_too_small", 0.6),), end="own_end")
     if number in _CRASH_SIGNALS:
-        return FailureClass("unknown", (Alternative("framework_bug", 0.3),), culprit_confidence=0.9)
+        return FailureClass("unknown", (Alternative("framework_bug", 0.3),), end="own_end")
     if number in _TERMINATION_SIGNALS:  # less than a failure of its own: launchers end the others after the first
-        return FailureClass("external_kill", culprit_confidence=0.55)
+        return FailureClass("external_kill", end="asked_to_end")
     if number == signal.SIGABRT:
-        return FailureClass(
-            "unknown",
-            (Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2)),
-            culprit_confidence=0.5,
-        )
+        causes = (Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2))
+        return FailureClass("unknown", causes, "may_follow")
     if code == NO_EXIT_CODE:
-        return FailureClass(
-            "unknown", (Alternative("host_oom", 0.3), Alternative("external_kill", 0.3)), culprit_confidence=0.7
-        )
-    return FailureClass("rank_exception_masked", (Alternative("unknown", 0.4),), culprit_confidence=0.6)
+        causes = (Alternative("host_oom", 0.3), Alternative("external_kill", 0.3))
+        return FailureClass("unknown", causes, "end_unobserved")
+    return FailureClass("rank_exception_masked", (Alternative("unknown", 0.4),), end="error_code")
 
 
 def describe_exit(liveness: int, code: int) -> str:

@@ -81,7 +81,7 @@ def _lagging_members(context: DiagnosisContext, graph: WaitGraph, node: int) -> 
     if not done or not waiters or not _proves_lag(context, graph, node, done, len(waiters)):
         return _kept_from_starting(context, graph, node)
     return _stuck_devices(
-        context, graph, node, waiters, f"has entered {{collective}} and not completed it, as {_others_have(done)}", 0.7
+        context, graph, node, waiters, f"has entered {{collective}} and not completed it, as {_others_have(done)}"
     )
 
 
@@ -117,18 +117,18 @@ def _kept_from_starting(context: DiagnosisContext, graph: WaitGraph, node: int) 
     others = len(_started(context, graph, node))
     text = f"as {_others_have(others)}" if others else "though nothing older is unfinished"
     text = f"has issued {{collective}}, which its device has not started, {text}"
-    return _stuck_devices(context, graph, node, culprits, text, 0.7)
+    return _stuck_devices(context, graph, node, culprits, text)
 
 
 def _stuck_devices(
-    context: DiagnosisContext, graph: WaitGraph, node: int, culprits: list[int], text: str, confidence: float
+    context: DiagnosisContext, graph: WaitGraph, node: int, culprits: list[int], text: str, by_elimination: bool = False
 ) -> Hypothesis:
-    """A hypothesis that the devices of some members keep a collective from ending; `confidence` is that of proof."""
+    """A hypothesis that the devices of some members keep a collective from ending."""
     proven = all_proven_inactive(context, culprits[:_MAX_WAITERS], float(graph.since[node]))
     return Hypothesis(
         VerdictKind.DEVICE_LAG,
         VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
-        confidence if proven else min(confidence, 0.5),
+        {"past_limit": proven, "by_elimination": by_elimination},
         text,
         tuple(culprits),
         node=node,
@@ -198,7 +198,7 @@ def _only_suspect(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hyp
     text = (
         "has issued {collective} and ended nothing since, while the devices of all other members have ended operations "
     )
-    return _stuck_devices(context, graph, node, suspects, text + "that were issued later", 0.6)
+    return _stuck_devices(context, graph, node, suspects, text + "that were issued later", by_elimination=True)
 
 
 def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int]) -> list[Hypothesis]:
@@ -223,7 +223,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
     if out_of_order:
         return [
             Hypothesis(
-                VerdictKind.CYCLE, level, 0.65 if proven else 0.5,
+                VerdictKind.CYCLE, level, {"past_limit": proven},
                 "entered its collectives in a different order than the others", tuple(out_of_order),
                 node=nodes[0], since=since,
                 alternatives=(Alternative("rank_divergent_branch", 0.5),), others=tuple(waiters),
@@ -238,7 +238,7 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
         Hypothesis(
             VerdictKind.IN_FLIGHT,
             level,
-            0.6 if proven else 0.45,
+            {"past_limit": proven, "by_elimination": True},
             "all members have entered {collective} and not all complete it"
             if some_complete
             else "all members have entered {collective} and none completes it",
@@ -290,7 +290,7 @@ def _insufficient_evidence(context: DiagnosisContext, graph: WaitGraph, node: in
     return Hypothesis(
         VerdictKind.UNKNOWN,
         VerdictLevel.NOTICE,
-        0.4,
+        {"unobserved": True},
         "cannot tell which rank is late for {collective}",
         node=node,
         since=float(graph.since[node]),

@@ -11,11 +11,12 @@ import numpy as np
 
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis
 from lockstep.watch.diagnosis.evidence import WaitEdge
+from lockstep.watch.diagnosis.live_weights import Answers
 from lockstep.watch.diagnosis.verdict import Alternative, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray
 
-CERTAIN, LIKELY, UNDECIDED = 0.95, 0.75, 0.45
-"""The confidence in the culprits if most of all members agree, if most of the known members do, and if there is no
+CERTAIN, LIKELY, UNDECIDED = {"most_of_all": True}, {"most_of_known": True}, {"most_of_known": False}
+"""What speaks for the culprits if most of all members agree, if most of the known members do, and if there is no
 majority."""
 OTHER_RANKS = "other ranks"
 """In place of a member list of which only a digest is known."""
@@ -132,7 +133,7 @@ class _Vote:
     """The majority's list; None if there is no majority."""
     count: int
     """The number of members with the most frequent list."""
-    confidence: float
+    answers: Answers
 
 
 def _vote(lists: Sequence[object], size: int) -> _Vote:
@@ -149,7 +150,7 @@ def _membership_hypothesis(vote: _Vote, text: str, culprits: Iterable[int], node
     return Hypothesis(
         VerdictKind.MISMATCH,
         VerdictLevel.CONFIRMED,
-        vote.confidence,
+        vote.answers,
         text,
         tuple(sorted(culprits)),
         node=node,

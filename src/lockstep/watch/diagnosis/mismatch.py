@@ -4,8 +4,13 @@ The members diverged at the first sequence number at which their calls differ. T
 Without a majority the step's schedule decides, or the call of the parallel groups (communicators of equal description
 and size, such as the other tensor-parallel pairs) at that number. If neither is known, all members are reported with
 low confidence.
+
+If a rank skips a call or makes an extra one, and the next call has the same operation and shape, gloo and NCCL pair
+the wrong calls silently from then on. Only the call sites reveal it.
 """
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,15 +24,19 @@ from lockstep.watch.diagnosis.diagnosis_context import (
 )
 from lockstep.watch.diagnosis.evidence import CallTable, IntArray
 from lockstep.watch.diagnosis.evidence_types import FROM_CPP, CollectiveCall, Liveness
+from lockstep.watch.diagnosis.live_weights import Answers
 from lockstep.watch.diagnosis.member_lists import CERTAIN, LIKELY, UNDECIDED, find_different_member_lists
-from lockstep.watch.diagnosis.off_by_one import find_off_by_one
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
 from lockstep.watch.diagnosis.wait_graph import BoolArray
 
 WINDOW = 64
 """The size of the comparison table per communicator, indexed by the sequence number modulo this power of two."""
+MAX_SITES = 20_000
+"""The search visits all call sites; it is skipped if there are more than this."""
 _HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 SignatureArray = NDArray[np.uint64]
+SitesByMember = Mapping[int, Mapping[int, str]]
+"""Call sites by member and sequence number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ def find_mismatches(context: DiagnosisContext, relevant: BoolArray | None) -> li
     if context.graph is not None and relevant is not None:
         stalled = context.graph.communicator[relevant & context.graph.stalled]
         known = {each.communicator for each in divergences}
-        found += find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
+        found += _find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
     return found + find_different_member_lists(context, relevant)
 
 
@@ -123,9 +132,9 @@ def _comparable(calls: CallTable, rows: IntArray) -> SignatureArray:
 
 
 def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> Hypothesis:
-    right, confidence, why = _correct_signature(context, divergence)
+    right, answers, why = _correct_signature(context, divergence)
     if np.uint64(FROM_CPP) in divergence.signature:  # it may be the same call, and the stall have another cause
-        confidence = min(confidence, LIKELY)
+        answers = LIKELY if right is not None else UNDECIDED
     wrong = divergence.process if right is None else divergence.process[divergence.signature != np.uint64(right)]
     culprits = tuple(sorted(wrong.tolist()))
     culprit_signature = int(divergence.signature[divergence.process == culprits[0]][0])
@@ -133,21 +142,21 @@ def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> 
     return Hypothesis(
         VerdictKind.MISMATCH,
         VerdictLevel.CONFIRMED if _is_decided(context, divergence, right) else VerdictLevel.NOTICE,
-        confidence,
+        answers,
         _difference_text(context, divergence, right, culprit_signature),
         culprits,
         collective=(divergence.communicator, divergence.seq),
         cause="rank_divergent_branch",
         alternatives=(Alternative("uneven_data", 0.2),),
         facts=tuple(_call_fact(context, divergence, p) for p in shown[:8]),
-        collect=() if confidence > UNDECIDED else ("the schedule of the step, or the calls of a third rank",),
+        collect=() if answers != UNDECIDED else ("the schedule of the step, or the calls of a third rank",),
         details=why,
         proven_by_structure=True,
     )
 
 
-def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tuple[int | None, float, str]:
-    """The signature of the correct call (None if unknown), the confidence, and a sentence with the reason."""
+def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tuple[int | None, Answers, str]:
+    """The signature of the correct call (None if unknown), what speaks for it, and a sentence with the reason."""
     scheduled = context.evidence.calls.schedule.get((divergence.communicator, divergence.seq))
     if scheduled is not None and (divergence.signature != np.uint64(scheduled)).any():
         return scheduled, CERTAIN, "The step's schedule expects the other call."
@@ -294,3 +303,76 @@ def _call_fact(context: DiagnosisContext, divergence: _Divergence, process: int)
     site = calls.sites.get((member, divergence.seq)) or (call.site if call else "")
     info = context.evidence.processes.info[process]
     return Fact(f"{info.name} called {_call_name(call)} as #{divergence.seq}{f' at {site}' if site else ''}", "calls")
+
+
+def _find_off_by_one(context: DiagnosisContext, communicators: Collection[int]) -> list[Hypothesis]:
+    """A hypothesis for each member of the given communicators that is one call ahead or behind."""
+    sites = context.evidence.calls.sites
+    if not sites or len(sites) > MAX_SITES or not communicators:
+        return []
+    sites_of: dict[int, dict[int, dict[int, str]]] = {}
+    communicator_of = context.pending.communicator
+    for (member, seq), site in sites.items():
+        sites_of.setdefault(int(communicator_of[member]), {}).setdefault(member, {})[seq] = site
+    found = []
+    for communicator in sorted(communicators):
+        own = sites_of.get(communicator)
+        if own:
+            usual = _majority_sites(context, communicator, own, sites_of)
+            found += [
+                each
+                for member in sorted(own)
+                if (each := _detect_shift(context, communicator, member, own[member], usual))
+            ]
+    return found
+
+
+def _majority_sites(
+    context: DiagnosisContext, communicator: int, own: SitesByMember, sites_of: Mapping[int, SitesByMember]
+) -> dict[int, str]:
+    """The call site of most members, by sequence number. For pairs, the members of all parallel groups vote."""
+    rows = context.members(communicator)
+    voters, size = list(own.values()), rows.stop - rows.start
+    if size < 3:
+        parallel = context.parallel_groups(communicator)
+        voters += [each for other in parallel for each in sites_of.get(other, {}).values()]
+        size += size * len(parallel)
+    if size < 3:
+        return {}
+    usual = {}
+    for seq in sorted({seq for each in own.values() for seq in each}):
+        site, count = Counter(each[seq] for each in voters if seq in each).most_common(1)[0]
+        if 2 * count > size:
+            usual[seq] = site
+    return usual
+
+
+def _detect_shift(
+    context: DiagnosisContext, communicator: int, member: int, own: Mapping[int, str], usual: Mapping[int, str]
+) -> Hypothesis | None:
+    """A hypothesis if the call sites of a member are those of the majority, shifted by one call; else None."""
+    diverged_at = next((seq for seq in sorted(own) if seq in usual and own[seq] != usual[seq]), None)
+    if diverged_at is None:
+        return None
+    later = [seq for seq in own if seq >= diverged_at]
+    skipped = [own[seq] == usual[seq + 1] for seq in later if seq + 1 in usual]
+    extra = [own[seq] == usual[seq - 1] for seq in later if seq - 1 in usual and seq > diverged_at]
+    if len(skipped) >= 2 and all(skipped):
+        text = f"skipped the call at {usual[diverged_at]} before {{collective}}"
+    elif len(extra) >= 2 and all(extra):
+        text = f"made an extra call at {own[diverged_at]}, as {{collective}}"
+    else:
+        return None
+    return Hypothesis(
+        VerdictKind.MISMATCH,
+        VerdictLevel.CONFIRMED,
+        {"most_of_known": True},
+        text,
+        (int(context.evidence.communicators.process[member]),),
+        collective=(communicator, diverged_at),
+        cause="unknown",
+        alternatives=(Alternative("rank_divergent_branch", 0.6), Alternative("uneven_data", 0.3)),
+        facts=(Fact(f"#{diverged_at} came from {own[diverged_at]}, the others' from {usual[diverged_at]}", "calls"),),
+        details="Operations and shapes matched, so the backend silently paired the wrong calls.",
+        proven_by_structure=True,
+    )

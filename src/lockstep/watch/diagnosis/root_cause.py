@@ -7,7 +7,6 @@ import numpy as np
 
 from lockstep.watch.diagnosis.device_evidence import throttled_text
 from lockstep.watch.diagnosis.diagnosis_context import (
-    MAX_INACTIVITY_CONFIDENCE,
     DiagnosisContext,
     Hypothesis,
     Inactivity,
@@ -121,7 +120,7 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, relevant
             Hypothesis(
                 VerdictKind.ABSENT,
                 VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
-                0.7 if proven else 0.5,
+                {"past_limit": proven},
                 f"cannot be observed: host {host} no longer reports",
                 tuple(processes),
                 node=node,
@@ -148,8 +147,9 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, exited: dict[int,
     for process, nodes in exited.items():
         if context.note(process).ours:
             continue
-        collectives = [node for node in nodes if graph.is_collective(node)]
-        extra = next((node for node in collectives if _most_exited_instead(context, graph, node)), None)
+        counts = {node: _entry_counts(context, graph, node) for node in nodes if graph.is_collective(node)}
+        # Most members exited normally instead of entering, so those that entered made an extra call.
+        extra = next((node for node, (now, out, size) in counts.items() if out > now and 2 * out > size), None)
         if extra is not None:
             if extra not in extra_calls:
                 extra_calls.add(extra)
@@ -157,14 +157,14 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, exited: dict[int,
             continue
         node, _ = longest_waiting_node(graph, nodes)
         cause = class_of_exit(Liveness.EXITED, 0, context.note(process))
-        is_certain = not collectives or any(_most_entered(context, graph, each) for each in collectives)
+        outvoted = bool(counts) and not any(2 * entered > size for entered, _, size in counts.values())
         # In every wait that it blocks, another process could have answered as well.
         starved = all(graph.any_of[each] for each in nodes)
         found.append(
             Hypothesis(
                 VerdictKind.STARVED if starved else VerdictKind.DEAD,
                 VerdictLevel.CONFIRMED,
-                cause.culprit_confidence if is_certain and not starved else 0.6,
+                {cause.end: True, "outvoted": outvoted, "by_elimination": starved},
                 "has ended with exit code 0 while others still wait for it",
                 (process,),
                 node=node,
@@ -187,22 +187,11 @@ def _entry_counts(context: DiagnosisContext, graph: WaitGraph, node: int) -> tup
     return int(entered.sum()), int(((liveness == Liveness.EXITED) & ~entered).sum()), len(entered)
 
 
-def _most_exited_instead(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
-    """Whether most members exited normally instead of entering, so that those that entered made an extra call."""
-    entered, exited, size = _entry_counts(context, graph, node)
-    return exited > entered and 2 * exited > size
-
-
-def _most_entered(context: DiagnosisContext, graph: WaitGraph, node: int) -> bool:
-    entered, _, size = _entry_counts(context, graph, node)
-    return 2 * entered > size
-
-
 def _extra_collective(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis:
     return Hypothesis(
         VerdictKind.MISMATCH,
         VerdictLevel.CONFIRMED,
-        0.75,
+        {"most_of_known": True},
         "has entered {collective}, which the others never entered before they ended with exit code 0",
         tuple(graph.waiters(node)),
         node=node,
@@ -228,7 +217,7 @@ def _never_joined(context: DiagnosisContext, graph: WaitGraph, process: int, nod
         Hypothesis(
             VerdictKind.ABSENT,
             VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
-            0.7 if proven else 0.5,
+            {"past_limit": proven},
             f"has not joined {rendezvous}; {identity}" if rendezvous else "has never reported",
             (process,),
             node=node,
@@ -270,15 +259,14 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
         return []  # the process is working, and its peers are not faster
     progress_unknown = bool(context.progress_unknown[process])
     proven = proven_inactive(context, process, since) and not progress_unknown
+    answers = {"past_limit": proven}
     if proven:
         # A long computation of the process, or of its device, looks the same: too little to act on.
         device_rests = context.device_idle_s(process) >= context.inactivity_limit_s(process)
         may_compute = is_active or (context.note(process).waits_for_device and not device_rests)
-        confidence = 0.7 if np.isnan(inactivity.stack_s) or may_compute else MAX_INACTIVITY_CONFIDENCE
-    elif is_spinning:
-        confidence = 0.45
+        answers["at_rest"] = not (np.isnan(inactivity.stack_s) or may_compute)
     else:
-        confidence = 0.3 if is_active else 0.5
+        answers |= {"spins": is_spinning, "works": works}
     text = "has not entered {collective}" if in_collective else _absence_text(context, graph, node)
     if has_issued:
         device_rests = context.device_idle_s(process) >= notice_s
@@ -288,7 +276,7 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
         Hypothesis(
             VerdictKind.DEVICE_LAG if has_issued else VerdictKind.SLOW if is_slow else VerdictKind.ABSENT,
             VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
-            confidence,
+            answers,
             text,
             (process,),
             node=node,
@@ -374,11 +362,11 @@ def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, rele
         # A service outside the job cannot be observed; the timeout of the waiting process limits how long it may take.
         within_timeout = bool(edge.outside) and edge.kind == "http" and context.at < edge.until
         proven = proven_inactive(context, edge.process, since) and not within_timeout
-        level, confidence = (VerdictLevel.CONFIRMED, 0.7) if proven else (VerdictLevel.NOTICE, 0.5)
+        level, answers = VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE, {"past_limit": proven}
         if edge.outside:
             cause = "remote_service_timeout" if proven and edge.kind in ("http", "async function") else "unknown"
             hypothesis = Hypothesis(
-                VerdictKind.ABSENT, level, confidence, "does not answer", outside=edge.outside, node=node, since=since,
+                VerdictKind.ABSENT, level, answers, "does not answer", outside=edge.outside, node=node, since=since,
                 cause=cause, alternatives=(Alternative("network_blocked", 0.2),), others=(edge.process,),
             )  # fmt: skip
         elif edge.rendezvous:
@@ -387,8 +375,8 @@ def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, rele
             hypothesis = _unwatched_ranks(edge, since) if edge.unwatched else _complete_rendezvous(edge, since, level)
         else:
             hypothesis = Hypothesis(
-                VerdictKind.STARVED, level, min(confidence, 0.6), "waits for processes that are idle", node=node,
-                since=since, others=(edge.process, *edge.on),
+                VerdictKind.STARVED, level, answers | {"by_elimination": True}, "waits for processes that are idle",
+                node=node, since=since, others=(edge.process, *edge.on),
                 details="None of these processes is handling its request.",
                 collect=("the last requests that the idle processes received",),
             )  # fmt: skip
@@ -398,7 +386,7 @@ def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, rele
 
 def _unwatched_ranks(edge: WaitEdge, since: float) -> Hypothesis:
     return Hypothesis(
-        VerdictKind.UNKNOWN, VerdictLevel.NOTICE, 0.4,
+        VerdictKind.UNKNOWN, VerdictLevel.NOTICE, {"unobserved": True},
         f"all watched ranks have joined {edge.rendezvous}; {edge.unwatched} of its ranks are on hosts that are not "
         "watched",
         since=since, cause="rendezvous_incomplete", others=(edge.process,),
@@ -408,7 +396,7 @@ def _unwatched_ranks(edge: WaitEdge, since: float) -> Hypothesis:
 
 def _complete_rendezvous(edge: WaitEdge, since: float, level: VerdictLevel) -> Hypothesis:
     return Hypothesis(
-        VerdictKind.UNKNOWN, level, 0.5, f"all ranks have joined {edge.rendezvous}, but none proceeds",
+        VerdictKind.UNKNOWN, level, {}, f"all ranks have joined {edge.rendezvous}, but none proceeds",
         since=since, others=(edge.process,),
         alternatives=(Alternative("rank_divergent_branch", 0.4), Alternative("network_blocked", 0.3)),
         collect=(

@@ -1,6 +1,6 @@
 """A verdict (what is wrong, which processes are the culprits, with what confidence and evidence) and its JSON form."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -208,11 +208,6 @@ def _fact_json(fact: Fact) -> dict[str, Any]:
     if fact.file:
         return {"file": fact.file, "line": fact.line, "text": fact.text}
     return {"source": fact.source, "text": fact.text}
-
-
-def first_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The verdict that explains the others; `diagnose` puts it first."""
-    return verdicts[0] if verdicts else None
 
 
 def labeled_rows(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothe
 from lockstep.watch.diagnosis.evidence import IntArray
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.failure_classes import CLASS_FIXES
+from lockstep.watch.diagnosis.live_weights import live_weights
 from lockstep.watch.diagnosis.verdict import Culprit, StalledCollective, Verdict, VerdictKind, WaitLink
 from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
@@ -51,9 +52,9 @@ def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
         cause=hypothesis.cause,
         collective=_stalled_collective(context, hypothesis, nodes),
         waiting=chain,
-        confidence=hypothesis.confidence,
+        confidence=context.confidence(hypothesis),
         alternatives=hypothesis.alternatives,
-        evidence=hypothesis.facts,
+        evidence=(*hypothesis.facts, *live_weights().facts(hypothesis.answers)),
         explanation=_explanation(context, hypothesis, chain),
         fix=CLASS_FIXES.get(hypothesis.cause) or _KIND_FIXES.get(hypothesis.kind, ""),
         collect=hypothesis.collect,

@@ -25,7 +25,6 @@ from lockstep.watch.diagnosis.verdict import (
     Verdict,
     VerdictKind,
     VerdictLevel,
-    first_verdict,
 )
 
 AT = 1000.0
@@ -322,7 +321,7 @@ def test_members_with_different_lists_wait_for_each_other_in_the_rendezvous() ->
     assert "creates late (3) with ranks 0, 1, but the others with ranks 0, 1, 2" in verdict.explanation
     assert verdict.confidence >= 0.8
     two = diagnose(snapshot(policy(3), edges=[making(0, "0, 1"), making(1, "0, 1, 2")]))
-    assert first_verdict(two) is not None and two[0].confidence < 0.8
+    assert two[0].confidence < 0.8
     agreed = [making(process, "0, 1, 2") for process in range(3)]
     assert [each for each in diagnose(snapshot(policy(3), edges=agreed)) if each.culprits] == []
 
@@ -966,7 +965,6 @@ def test_two_incidents_are_two_verdicts() -> None:
         (VerdictKind.ABSENT, "policy-1"),
         (VerdictKind.DEAD, "critic-0"),
     }
-    assert first_verdict(verdicts) is verdicts[0]
 
 
 def test_a_healthy_job_has_no_verdicts() -> None:

@@ -103,3 +103,15 @@ def test_the_parts_of_a_process_are_found_by_host_and_name() -> None:
     ]  # fmt: skip
     assert with_parts(info, {("b", "rank-0")}) == [2, 3]
     assert with_parts(info, {("a", "rank-0.5")}) == [1]
+
+
+def test_what_a_worker_proves_of_its_rank_it_does_not_prove_of_another() -> None:
+    """Ranks 1 and 2 are both late, and rank 1 only because its worker is stopped."""
+    late = Group("fsdp", [0, 1, 2, 3], [412, 411, 411, 412], [411] * 4)
+    processes = [*policy(4), One("w-0", still=10.0), One("w-1", Liveness.STOPPED, ended=AT - 50)]
+    processes[1].still = processes[2].still = 10.0  # too short for proof by inactivity
+    tp = Group("tp", [4, 5], [3, 2], [2, 2])
+    found = diagnose(of_rank(snapshot(processes, [late, tp]), {4: "policy-1", 5: "policy-1"}))
+    sure = [each for each in found if each.level is VerdictLevel.CONFIRMED]
+    assert [named(each)[0][:2] for each in sure] == [("policy-1", 1)] and len(sure[0].culprits) == 1
+    assert all(each.confidence <= 0.6 for each in found if each not in sure)
