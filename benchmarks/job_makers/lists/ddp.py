@@ -52,19 +52,20 @@ JOBS = (
         "h-tcp-init",
         LOOP,
         "benign",
-        "FILE=out/all.log; labelled '%d: ' 3 ranker.py --init tcp://127.0.0.1:$PORT --steps 60 --log none; finish",
+        "FILE=out/all.log; labelled '%d: ' 3 ranker.py --init tcp://127.0.0.1:$PORT --steps 60 --lines none; finish",
     ),
     Job(
         "h-file-init",
         LOOP,
         "benign",
-        "plain 2 ranker.py --init file://$PWD/store --steps 48 --eval-every 12 --save-every 16 --log glog; finish",
+        "plain 2 ranker.py --init file://$PWD/store --steps 48 --eval-every 12 --save-every 16 --lines glog; finish",
     ),
     Job(
         "h-slow-phase",
         LOOP,
         "benign",
-        "FILE=out/job.out; labelled '[node1:%d] ' 2 ranker.py --index rank1 --index-items 24 --timeout 60 --log short\n"
+        "FILE=out/job.out; labelled '[node1:%d] ' 2 ranker.py --index rank1 --index-items 24 --timeout 60 "
+        "--lines short\n"
         "finish",
         fix="Nothing to fix: one rank built an index, the others waited within the limit.",
     ),
@@ -72,7 +73,7 @@ JOBS = (
         "h-slow-save",
         LOOP,
         "benign",
-        "plain 2 ranker.py --save-every 10 --save-seconds 6 --timeout 40 --log bare; finish",
+        "plain 2 ranker.py --save-every 10 --save-seconds 6 --timeout 40 --lines bare; finish",
     ),
     Job(
         "label-missing",

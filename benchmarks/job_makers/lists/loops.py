@@ -23,7 +23,7 @@ JOBS = (
         LOOP,
         "external_kill",
         "hit SIGTERM 1 out/train.log 'step 16 '\n"
-        "torchrun --standalone --nproc-per-node 3 ranker.py --timeout 15 --log glog > out/train.log 2>&1",
+        "torchrun --standalone --nproc-per-node 3 ranker.py --timeout 15 --lines glog > out/train.log 2>&1",
         (1,),
         fix="Somebody ended rank 1 with SIGTERM.",
     ),
@@ -54,9 +54,17 @@ JOBS = (
         LOOP,
         "external_kill",
         "hit SIGHUP self:torchrun out/nohup.out 'step 20 '\n"
-        "torchrun --standalone --nproc-per-node 2 ranker.py --steps 9000 --log short > out/nohup.out 2>&1",
+        "torchrun --standalone --nproc-per-node 2 ranker.py --steps 9000 --lines short > out/nohup.out 2>&1",
         None,
         fix="The launcher got SIGHUP: its terminal was closed.",
+    ),
+    Job(
+        "launcher-option",
+        LOOP,
+        "config_error",
+        "torchrun --standalone --nproc-per-node 2 ranker.py --log glog > out/train.log 2>&1",
+        None,
+        fix="torchrun takes --log for an abbreviation of its own options.",
     ),
     Job(
         "stopped-rank",
@@ -72,7 +80,7 @@ JOBS = (
         "stopped-rank-ps",
         LOOP,
         "external_kill",
-        "hit SIGSTOP 2 out/rank0.log 'step 20 '; plain 3 ranker.py --timeout 10 --log bare; sleep 29\n"
+        "hit SIGSTOP 2 out/rank0.log 'step 20 '; plain 3 ranker.py --timeout 10 --lines bare; sleep 29\n"
         "ps -o pid,stat,wchan:20,etime,args -p $(echo $pids | tr ' ' ',') > out/ps.txt; sleep 10; kill -9 $pids",
         (2,),
         also=("unknown", "slow_rank_preprocess", "rank_exception_masked"),
@@ -90,7 +98,8 @@ JOBS = (
         "index-late-0",
         LOOP,
         "slow_rank_preprocess",
-        "FILE=out/slurm-5150.out; labelled '%d: ' 2 ranker.py --index rank0 --index-items 60 --timeout 10 --log none\n"
+        "FILE=out/slurm-5150.out; labelled '%d: ' 2 ranker.py --index rank0 --index-items 60 --timeout 10 "
+        "--lines none\n"
         "finish",
         (0,),
         also=("slow_collective_timeout",),
@@ -100,7 +109,7 @@ JOBS = (
         "tail-metric",
         LOOP,
         "rank_divergent_branch",
-        "plain 2 ranker.py --metrics tail --threshold 0.69 --lr 0.0001 --timeout 12 --log long; finish",
+        "plain 2 ranker.py --metrics tail --threshold 0.69 --lr 0.0001 --timeout 12 --lines long; finish",
         None,
         alt=((0,), (1,), (0, 1)),
         also=("unknown", "slow_collective_timeout", "rank_exception_masked"),
@@ -122,7 +131,7 @@ JOBS = (
         "eval-main-only",
         LOOP,
         "rank_divergent_branch",
-        "plain 3 ranker.py --eval-every 10 --eval-guard main --timeout 12 --log glog; finish",
+        "plain 3 ranker.py --eval-every 10 --eval-guard main --timeout 12 --lines glog; finish",
         (0,),
         alt=((1, 2),),
         also=("uneven_data",),
@@ -153,7 +162,7 @@ JOBS = (
         "dims-differ-plain",
         LOOP,
         "rank_divergent_branch",
-        "plain 2 ranker.py --dims 1:32 --timeout 12 --log short; finish",
+        "plain 2 ranker.py --dims 1:32 --timeout 12 --lines short; finish",
         None,
         alt=((1,), (0,), (0, 1)),
         also=("config_error", "unknown", "rank_exception_masked", "uneven_data", "network_blocked"),
@@ -174,7 +183,7 @@ JOBS = (
         LOOP,
         "checkpoint_timeout",
         "FILE=out/slurm-61200.out\n"
-        "labelled '%d: ' 2 ranker.py --save-every 20 --save-seconds 26 --timeout 10 --log bare; finish",
+        "labelled '%d: ' 2 ranker.py --save-every 20 --save-seconds 26 --timeout 10 --lines bare; finish",
         (0,),
         also=("slow_rank_preprocess", "storage_fault"),
         fix="The checkpoint of rank 0 takes 26 s, the limit is 10 s.",
@@ -204,7 +213,7 @@ JOBS = (
         LOOP,
         "storage_fault",
         "mkdir ckpt; mount -t tmpfs -o size=6m none ckpt 2>/dev/null\n"
-        "torchrun --standalone --nproc-per-node 2 ranker.py --save-every 10 --save-mb 4 --timeout 12 --log glog "
+        "torchrun --standalone --nproc-per-node 2 ranker.py --save-every 10 --save-mb 4 --timeout 12 --lines glog "
         "> out/train.log 2>&1; umount ckpt",
         (0,),
         also=("rank_exception_masked",),
@@ -267,7 +276,7 @@ JOBS = (
         "too-few-started",
         LOOP,
         "rendezvous_incomplete",
-        "export WORLD=4; plain 3 ranker.py --timeout 10 --log glog; finish",
+        "export WORLD=4; plain 3 ranker.py --timeout 10 --lines glog; finish",
         (3,),
         alt=((0, 1, 2),),
         also=("config_error", "master_unreachable"),
@@ -277,7 +286,7 @@ JOBS = (
         "too-few-init",
         LOOP,
         "rendezvous_incomplete",
-        "export WORLD=3; plain 2 ranker.py --timeout 8 --init tcp://127.0.0.1:$PORT --log short; finish",
+        "export WORLD=3; plain 2 ranker.py --timeout 8 --init tcp://127.0.0.1:$PORT --lines short; finish",
         None,
         alt=((2,), (0, 1)),
         also=("config_error", "master_unreachable"),
