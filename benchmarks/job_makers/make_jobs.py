@@ -143,7 +143,8 @@ def make(job: Job, scratch: Path, peer: str) -> str:
         place = target / file.relative_to(work / "out")
         place.parent.mkdir(parents=True, exist_ok=True)
         data = file.read_bytes()
-        text = neutral(data.decode("utf-8", "surrogateescape"), work, venv, peer, seed)
+        node = seed + 1 if "node1" in str(place.relative_to(target)) else seed
+        text = neutral(data.decode("utf-8", "surrogateescape"), work, venv, peer, seed, node)
         place.write_bytes(data if file.suffix in {".pkl", ".pt"} else text.encode("utf-8", "surrogateescape"))
         size += len(data)
     odd = [word for word, wrong in (("late", late), ("large", size > MOST_BYTES), ("empty", size < 80)) if wrong]
@@ -151,10 +152,11 @@ def make(job: Job, scratch: Path, peer: str) -> str:
     return ", ".join(odd) or f"{size} bytes"
 
 
-def neutral(text: str, work: Path, venv: Path, peer: str, seed: int) -> str:
-    """Replaces the paths and names of the machine that ran a job."""
-    draw = random.Random(seed)
-    home, site, host = draw.choice(HOMES), draw.choice(SITES), draw.choice(HOSTS)
+def neutral(text: str, work: Path, venv: Path, peer: str, seed: int, node: int) -> str:
+    """Replaces the paths and names of the machine that ran a job; `node` picks the host's name."""
+    draw, host = random.Random(seed), HOSTS[node % len(HOSTS)]
+    home, site = draw.choice(HOMES), draw.choice(SITES)
+    text = re.sub(r"(?m)^(  host      : )localhost$", rf"\g<1>{host}", text)
     text = text.replace(str(work), home).replace(str(venv.resolve()), site).replace(str(venv), site)
     text = text.replace(peer, f"{site}/lib/python3.11/site-packages") if peer else text
     text = re.sub(r"/tmp/ray/session_[\w-]+", "/tmp/ray/session_2026-11-27_09-12-44_184310_2107", text)

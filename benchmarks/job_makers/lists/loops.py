@@ -364,7 +364,8 @@ JOBS = (
         "h-interrupted",
         LOOP,
         "benign",
-        "hit SIGINT 0 out/rank0.log 'step 40 '; plain 1 ranker.py --forever --save-every 20; finish",
+        "hit SIGINT 0 out/rank0.log 'step 40 '; export RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=$PORT\n"
+        "python -u ranker.py --forever --save-every 20 > out/rank0.log 2>&1",
         None,
         also=("external_kill",),
         fix="Nothing to fix: its user ended it.",

@@ -1,6 +1,7 @@
 """A data-parallel loop that meets trouble and goes on: `survivor.py WHAT`, under torchrun."""
 
 import faulthandler
+import fcntl
 import os
 import signal
 import sys
@@ -87,12 +88,24 @@ for step in range(1, steps + 1):
 
         lookup = socket.create_server(("127.0.0.1", 0))
         lookup.accept()
+    if what == "silent" and step == 16 and rank == 1:
+        with open("run.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(open("run.lock"), fcntl.LOCK_EX)
+    if what == "recorder" and step == 14 and rank == 2:
+        time.sleep(30)
     if what == "assertion" and rank == 3 and step == 20:
         torch.nn.functional.one_hot(torch.tensor([4, 9]), num_classes=8)
     if what == "early_exit" and rank == 1 and step == 18:
         print(f"[{rank}] nothing left to do here", flush=True)
         sys.exit(0)
-    dist.all_reduce(gradient)
+    try:
+        dist.all_reduce(gradient)
+    except RuntimeError:
+        if what == "recorder":
+            dump = torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True)
+            open(f"out/fr_trace_rank_{rank}.json", "wb").write(dump if isinstance(dump, bytes) else dump.encode())
+        raise
     weights += 0.1 * gradient / world
     time.sleep(0.12)
     if step % 4 == 0:
