@@ -157,7 +157,9 @@ def neutral(text: str, work: Path, venv: Path, peer: str, seed: int, node: int) 
     draw, host = random.Random(seed), HOSTS[node % len(HOSTS)]
     home, site = draw.choice(HOMES), draw.choice(SITES)
     text = re.sub(r"(?m)^(  host      : )localhost$", rf"\g<1>{host}", text)
-    text = text.replace(str(work), home).replace(str(venv.resolve()), site).replace(str(venv), site)
+    text = re.sub(r"(?m)^(\d+\t\d+\.\d+\t)(?!.*\bray\b).*$", r"\1/usr/lib/systemd/systemd-journald", text)
+    for path, shown in ((venv.resolve(), site), (venv, site), (work, home)):
+        text = text.replace(str(path), shown)
     text = text.replace(peer, f"{site}/lib/python3.11/site-packages") if peer else text
     text = re.sub(r"/tmp/ray/session_[\w-]+", "/tmp/ray/session_2026-11-27_09-12-44_184310_2107", text)
     own = os.uname().nodename

@@ -242,7 +242,7 @@ JOBS = (
     _data(
         "download-refused",
         "remote_service_timeout",
-        "download",
+        "download 4",
         also=("master_unreachable",),
         fix="Nothing listens where the data should come from.",
     ),

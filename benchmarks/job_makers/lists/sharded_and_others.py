@@ -61,11 +61,11 @@ JOBS = (
     Job(
         "fsdp-full-main",
         FSDP,
-        "checkpoint_timeout",
+        "rank_divergent_branch",
         f"{RUN} 2 fsdp_lm.py --save-every 10 --save full_main --timeout 12 > out/train.log 2>&1",
-        None,
-        alt=((0,), (1,), (0, 1)),
-        also=("rank_divergent_branch",),
+        (0,),
+        alt=((1,), (0, 1)),
+        also=("checkpoint_timeout",),
         fix="Only rank 0 gathers the state; every rank has to.",
     ),
     Job(

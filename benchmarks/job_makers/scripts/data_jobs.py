@@ -67,7 +67,14 @@ def download():
     from urllib3.util.retry import Retry
 
     session = requests.Session()
-    session.mount("http://", HTTPAdapter(max_retries=Retry(total=8, backoff_factor=0.5, status_forcelist=[503])))
+    session.mount(
+        "http://",
+        HTTPAdapter(
+            max_retries=Retry(
+                total=int(sys.argv[2]) if len(sys.argv) > 2 else 8, backoff_factor=0.5, status_forcelist=[503]
+            )
+        ),
+    )
     url = f"http://127.0.0.1:{os.environ['PORT2']}/score"
     for part in range(6):
         answer = session.post(url, json={"samples": [part]}, timeout=3)

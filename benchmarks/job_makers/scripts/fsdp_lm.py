@@ -111,6 +111,8 @@ def save(model, step):
 def main():
     dist.init_process_group("gloo", timeout=timedelta(seconds=args.timeout))
     torch.manual_seed(100 + dist.get_rank())
+    if dist.get_world_size() % args.tp:
+        raise ValueError(f"world size {dist.get_world_size()} cannot be divided by tensor parallel size {args.tp}")
     if args.tp > 1:
         init_device_mesh("cpu", (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
     model = TinyLM(args.vocab)
