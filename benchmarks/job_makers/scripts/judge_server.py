@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +30,7 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if mode.startswith("late:"):
     time.sleep(float(mode.split(":")[1]))
 server = ThreadingHTTPServer(("127.0.0.1", port), Judge)
