@@ -361,14 +361,14 @@ JOBS = (
         fix="Nothing to fix: the master was started later, its clients tried again.",
     ),
     Job(
-        "h-interrupted",
+        "interrupted",
         LOOP,
-        "benign",
+        "external_kill",
         "hit SIGINT 0 out/rank0.log 'step 40 '; export RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=$PORT\n"
         "python -u ranker.py --forever --save-every 20 > out/rank0.log 2>&1",
         None,
-        also=("external_kill",),
-        fix="Nothing to fix: its user ended it.",
+        also=("benign",),
+        fix="Its user ended it.",
     ),
     Job(
         "h-running-srun",

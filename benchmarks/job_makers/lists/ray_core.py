@@ -93,11 +93,11 @@ JOBS = (
     ),
     _ray("ray-store", "config_error", "store-too-large", also=("shm_too_small", "host_oom"), fix="A store of 10 TB."),
     _ray(
-        "h-ray-interrupted",
-        "benign",
+        "ray-interrupted",
+        "external_kill",
         "interrupted",
         before="hit SIGINT self:ray_program out/driver.log 'update 30/500' ",
-        also=("external_kill",),
-        fix="Nothing to fix: its user pressed Ctrl-C.",
+        also=("benign",),
+        fix="Its user pressed Ctrl-C.",
     ),
 )

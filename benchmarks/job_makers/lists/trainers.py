@@ -35,8 +35,9 @@ JOBS = (
         "h-hf-running",
         HF,
         "benign",
-        TINY
-        + f"{RUN} 2 hf_finetune.py --steps 900 --pause 0.4 > w.log 2>&1 & sleep 50; cp w.log out/train.log; kill %1",
+        TINY + f"{RUN} 2 hf_finetune.py --steps 900 --pause 0.4 > w.log 2>&1 &\n"
+        'for i in $(seq 90); do sleep 2; [ "$(grep -ao grad_norm w.log | wc -l)" -gt 14 ] && break; done\n'
+        "cp w.log out/train.log; kill %1",
         fix="Nothing to fix: the job runs.",
     ),
     Job(

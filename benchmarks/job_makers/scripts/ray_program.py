@@ -142,7 +142,7 @@ def main():
                 ray.get(each)
             except (ray.exceptions.TaskCancelledError, ray.exceptions.RayTaskError) as error:
                 cancelled += 1
-                print(f"{type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
+                print(f"fetch cancelled: {error!r}", flush=True)
         print(f"stopped on purpose: {cancelled} fetches cancelled, enough data", flush=True)
     elif what == "interrupted":
         train(updates=500)
