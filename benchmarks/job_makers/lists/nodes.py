@@ -76,7 +76,10 @@ JOBS = (
         "stuck-spy",
         LOOP,
         "unknown",
-        "plain 3 survivor.py silent; sleep 17\n" + STACKS + "sleep 12; kill -9 $pids",
+        "plain 3 survivor.py silent\n"
+        "for i in $(seq 90); do sleep 1; grep -qs 12/36 out/rank0.log && break; done; sleep 7\n"
+        + STACKS
+        + "sleep 12; kill -9 $pids",
         (1,),
         also=(
             "storage_fault",
