@@ -61,10 +61,18 @@ JOBS = (
     _data(
         "h-download",
         "benign",
-        "download",
+        "download 8 any",
         before="python3 judge_server.py $PORT2 flaky > /dev/null 2>&1 & J=$!; sleep 1",
         after="kill $J",
         fix="Nothing to fix: slow and refused answers were asked for again.",
+    ),
+    _data(
+        "download-timeout",
+        "remote_service_timeout",
+        "download",
+        before="python3 judge_server.py $PORT2 flaky > /dev/null 2>&1 & J=$!; sleep 1",
+        after="kill $J",
+        fix="The server answered too slowly once, and this request is not asked again.",
     ),
     _data(
         "h-download-late",

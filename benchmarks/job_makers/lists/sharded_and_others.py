@@ -173,14 +173,6 @@ JOBS = (
         fix="Nothing to fix: one read failed, the launcher started the workers again and they ended well.",
     ),
     Job(
-        "h-elastic-killed",
-        ELASTIC,
-        "benign",
-        "hit SIGKILL 0 out/train.log 'step=15 '\n"
-        f"{RUN} 3 --max-restarts 2 elastic_job.py --steps 50 > out/train.log 2>&1",
-        fix="Nothing to fix: a worker was killed, the launcher started all again and they ended well.",
-    ),
-    Job(
         "elastic-exhausted",
         ELASTIC,
         "storage_fault",

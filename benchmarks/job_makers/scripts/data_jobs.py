@@ -66,15 +66,11 @@ def download():
     from requests.adapters import HTTPAdapter
     from urllib3.util.retry import Retry
 
+    tries = int(sys.argv[2]) if len(sys.argv) > 2 else 8
+    methods = None if "any" in sys.argv else Retry.DEFAULT_ALLOWED_METHODS
+    retry = Retry(total=tries, backoff_factor=0.5, status_forcelist=[503], allowed_methods=methods)
     session = requests.Session()
-    session.mount(
-        "http://",
-        HTTPAdapter(
-            max_retries=Retry(
-                total=int(sys.argv[2]) if len(sys.argv) > 2 else 8, backoff_factor=0.5, status_forcelist=[503]
-            )
-        ),
-    )
+    session.mount("http://", HTTPAdapter(max_retries=retry))
     url = f"http://127.0.0.1:{os.environ['PORT2']}/score"
     for part in range(6):
         answer = session.post(url, json={"samples": [part]}, timeout=3)
