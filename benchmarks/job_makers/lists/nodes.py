@@ -125,16 +125,6 @@ JOBS = (
         fix="Nothing to fix: the ranks evaluate different numbers of samples and use no collective.",
     ),
     Job(
-        "h-elastic-late",
-        "torchrun elastic (gloo)",
-        "benign",
-        "E='torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id 9'\n"
-        'E="$E --rdzv-conf last_call_timeout=3 --rdzv-endpoint localhost:$PORT"\n'
-        "$E elastic_job.py --steps 120 > out/a.log 2>&1 & sleep 14\n"
-        "$E elastic_job.py --steps 120 > out/b.log 2>&1; wait",
-        fix="Nothing to fix: a node joined later, the workers were started again with it.",
-    ),
-    Job(
         "nfs-hosts",
         LOOP,
         "storage_fault",

@@ -75,6 +75,7 @@ JOBS = (
         f"{RUN} 2 hf_finetune.py --save-steps 6 --ddp-timeout 15 > out/train.log 2>&1; umount output",
         (0,),
         also=("rank_exception_masked",),
+        sufficiency="hint",
         fix="No space left in the output folder.",
     ),
     Job(
