@@ -104,6 +104,22 @@ class ValidationConfig(Section):
         return self
 
 
+class TimelineConfig(Section):
+    """Steps of which a timeline is captured (docs/timeline.md). `lockstep timeline RUN` shows it."""
+
+    first_step: int = Field(gt=0)
+    """Counted from 1, as on the console."""
+    last_step: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.last_step < self.first_step:
+            raise ValueError(
+                f"last_step {self.last_step} is before first_step {self.first_step}; give a later one, or the same"
+            )
+        return self
+
+
 class ReportConfig(Section):
     """What a run shows and writes about itself."""
 
@@ -115,6 +131,7 @@ class ReportConfig(Section):
     """Completions of such a step that are shown, from the best to the worst."""
     tensorboard: bool = True
     html: bool = True
+    timeline: TimelineConfig | None = None
 
 
 DataKind = Literal["documents", "prompts", "pairs", "labelled"]
