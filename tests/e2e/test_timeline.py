@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lockstep.cli import app
 from lockstep.report.timeline_capture_reader import capture_files, has_ended
 
-pytestmark = [pytest.mark.xdist_group("timeline"), pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("timeline"), pytest.mark.timeout(600), pytest.mark.slow]
 
 
 def lockstep(*arguments: object) -> str:
@@ -61,12 +61,13 @@ def check_nesting(trace: dict[str, Any]) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of which steps 3 and 4 were captured by its config, and more by the command."""
     home = task(tmp_path_factory.mktemp("timeline"))
-    values = config(home, "grpo", steps=60, report={"timeline": {"first_step": 3, "last_step": 4}})
+    values = config(home, "grpo", steps=40, evaluation=None, report={"timeline": {"first_step": 3, "last_step": 4}})
+    values["trainer"]["profile"] = {"first_step": 2, "last_step": 3, "ranks": [0, 1]}
     launched = Launched.start(home / "runs" / "grpo", str(write(home, values)))
     launched.wait_for("train", 1)
     print(lockstep("timeline", launched.folder, "--steps", 2, "--output", home / "steps.json.gz"))
     print(lockstep("timeline", launched.folder, "--output", home / "now.json.gz"))
-    assert launched.process.wait(240) == 0, launched.text()
+    assert launched.process.wait(400) == 0, launched.text()
     return launched.folder
 
 
@@ -89,7 +90,7 @@ def test_collectives_have_sizes_sites_bandwidths_and_arrows(run: Path) -> None:
     found = slices(trace, "collectives")
     assert {each["pid"] for each in found} and len({each["pid"] for each in found}) == 2
     gathered = [each["args"] for each in found if each["name"] == "all_gather_into_tensor"]
-    assert gathered and all(each["bytes"] > 0 and each["call site"] for each in gathered)
+    assert gathered and all(each["bytes"] > 0 and "/lockstep/" in each["call site"] for each in gathered)
     assert any(each.get("bus bandwidth (GB/s)", 0) > 0 for each in gathered)
     arrows = [each for each in trace["traceEvents"] if each["ph"] == "s"]
     assert arrows and {each["pid"] for each in arrows} <= {each["pid"] for each in found}
@@ -121,6 +122,14 @@ def test_an_ended_run_has_the_timeline_of_all_captures(run: Path) -> None:
     assert slices(trace, "collectives")
     result = CliRunner().invoke(app, ["timeline", str(run), "--seconds", "1"])
     assert result.exit_code != 0 and "has no process on this host" in result.output
+
+
+def test_chosen_steps_of_both_ranks_are_profiled(run: Path) -> None:
+    files = sorted((run / "profiles").iterdir())
+    assert [each.name for each in files] == [f"policy-rank{rank}-steps-2-3.json.gz" for rank in (0, 1)]
+    for each in files:
+        recorded = {event.get("name", "") for event in read_trace(each)["traceEvents"]}
+        assert {"ProfilerStep#1", "aten::mm"} <= recorded and any("reduce_scatter" in name for name in recorded)
 
 
 WATCHED = """

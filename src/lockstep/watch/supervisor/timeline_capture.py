@@ -24,16 +24,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lockstep.base.folders import create_file, make_folder, open_own_file, run_shm_dir, write_atomically
 from lockstep.base.secrets import redact_text, secret_values
+from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, MAX_SPANS
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.supervisor.agent_connections import AgentConnection
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-EVERY_S, SOONEST_S = 0.25, 0.05
-"""Seconds between two requests to an agent; fewer, down to the second, while rings overwrite what was not read."""
+EVERY_S, SOONEST_S, LONGEST_S = 0.25, 0.05, 1.0
+"""Seconds between two requests to an agent: at first, at least and at most. Halved when more than half of a ring was
+new, doubled when less than a quarter of each was."""
 ANSWER_S = 10.0
 MAX_S = 3600.0
 MAX_BYTES = 256 << 20
@@ -129,9 +133,13 @@ class TimelineCaptures:
     @property
     def pause_s(self) -> float:
         """How long the supervisor may wait for events until `tick` must be called again."""
-        if any(each.descriptor is not None for each in self._captures):
-            return SOONEST_S
-        return EVERY_S if self._captures else 1.0
+        now, due = time.monotonic(), [LONGEST_S]
+        for capture in self._captures:
+            if capture.descriptor is None:
+                due.append(EVERY_S)
+            else:
+                due += [capture.ends_at - now, *(p.next_at - now for p in capture.agents.values() if not p.waiting)]
+        return max(SOONEST_S / 2, min(due))
 
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Starts a capture, now or with its first step, and returns the answer to the request. Raises ValueError,
@@ -224,13 +232,16 @@ class TimelineCaptures:
 
     def _receive(self, capture: _Capture, link: AgentConnection, polled: _Polled, reply: Mapping[str, Any]) -> None:
         content = {name: value for name, value in reply.items() if name not in ("reply", "lost")}
-        line = json.dumps({"host": link.host, "offset_ns": link.clock.ns, **content}) + "\n"
+        line = msgspec.json.encode({"host": link.host, "offset_ns": link.clock.ns, **content}).decode() + "\n"
         if capture.written + len(line) > MAX_BYTES:
             self._finish(capture, f"the file has reached {MAX_BYTES >> 20} MiB")
             return
         self._write(capture, redact_text(line, self._secrets))
-        lost = sum(int(each["lost"]) for each in reply["processes"])
-        polled.every_s = max(SOONEST_S, polled.every_s / 2) if lost else polled.every_s
+        full = max(map(_fullness, reply["processes"]), default=0.0)
+        if full > 0.5:
+            polled.every_s = max(SOONEST_S, polled.every_s / 2)
+        elif full < 0.25:
+            polled.every_s = min(LONGEST_S, polled.every_s * 2)
         steps = [each["counters"]["step"][0] for each in reply["processes"] if "step" in each["counters"]]
         if steps:
             self._follow_steps(capture, max(steps))
@@ -264,6 +275,12 @@ class TimelineCaptures:
         except OSError as error:  # the disk is full: the run must not suffer
             log.warning("%s: %s", capture.request.file, error)
             capture.over = capture.over or str(error.strerror or error)
+
+
+def _fullness(process: Mapping[str, Any]) -> float:
+    """The largest share of a ring of this process that was new; more than 1 if some of it was lost."""
+    calls = max((len(each["calls"]) for each in process["communicators"]), default=0)
+    return max(len(process["spans"]) / MAX_SPANS, calls / CALLS_PER_RING) + bool(process["lost"])
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from lockstep.watch.beacon.beacon_records import MAX_SPANS
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.supervisor import timeline_capture
 from lockstep.watch.supervisor.agent_connections import AgentConnection, ClockOffset
@@ -27,10 +28,11 @@ class Agent:
         assert operation == "timeline"
         self.asked.append((arguments, on_reply))
 
-    def answer(self, lost: int = 0, step: int | None = None, stage: str = "train") -> dict[str, Any]:
+    def answer(self, spans: int = 0, step: int | None = None, stage: str = "train") -> dict[str, Any]:
         arguments, on_reply = self.asked.pop(0)
         counters = {} if step is None else {"step": [step, 8]}
-        process = {"name": "policy-0", "stage": [stage, 1], "counters": counters, "lost": lost}
+        process = {"name": "policy-0", "stage": [stage, 1], "counters": counters, "lost": 0}
+        process |= {"spans": [0] * spans, "communicators": [{"calls": []}]}
         on_reply({"reply": "1", "host": self.host, "now_ns": 5, "texts": [], "processes": [process]})
         return arguments
 
@@ -117,15 +119,13 @@ def test_what_rings_hold_now_takes_one_answer(agents, captures, tmp_path) -> Non
     assert lines(file)[0]["since_ns"] == 0 and lines(file)[-1]["end"] == "complete"
 
 
-def test_agents_are_asked_more_often_while_events_are_lost(agents, captures, tmp_path) -> None:
+def test_agents_are_asked_more_often_while_their_rings_fill(agents, captures, tmp_path) -> None:
     captures.start(CaptureRequest(tmp_path / "1.jsonl", 60.0).to_json())
     now = time.monotonic()
-    agents[0].answer(lost=5)
-    agents[1].answer()
-    captures.tick(now + 0.3)
-    agents[0].answer(lost=5)
-    agents[1].answer()
-    captures.tick(now + 0.45)
+    for after_s in (0.3, 0.6):
+        agents[0].answer(spans=MAX_SPANS * 3 // 4)
+        agents[1].answer(spans=MAX_SPANS // 8)
+        captures.tick(now + after_s)
     assert (len(agents[0].asked), len(agents[1].asked)) == (1, 0)
 
 
