@@ -17,7 +17,7 @@ from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.section import Section
 from lockstep.config.serve_role import ServeRole, reward_model_roles
 from lockstep.config.train_role import TrainRole
-from lockstep.config.trainer import CheckpointConfig, CommunicationConfig, TrainerConfig, WeightSyncConfig
+from lockstep.config.trainer import CheckpointConfig, CommunicationConfig, StepRange, TrainerConfig, WeightSyncConfig
 
 
 class WandBConfig(Section):
@@ -104,22 +104,6 @@ class ValidationConfig(Section):
         return self
 
 
-class TimelineConfig(Section):
-    """Steps of which a timeline is captured (docs/timeline.md). `lockstep timeline RUN` shows it."""
-
-    first_step: int = Field(gt=0)
-    """Counted from 1, as on the console."""
-    last_step: int = Field(gt=0)
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if self.last_step < self.first_step:
-            raise ValueError(
-                f"last_step {self.last_step} is before first_step {self.first_step}; give a later one, or the same"
-            )
-        return self
-
-
 class ReportConfig(Section):
     """What a run shows and writes about itself."""
 
@@ -131,7 +115,8 @@ class ReportConfig(Section):
     """Completions of such a step that are shown, from the best to the worst."""
     tensorboard: bool = True
     html: bool = True
-    timeline: TimelineConfig | None = None
+    timeline: StepRange | None = None
+    """Steps of the run of which a timeline is captured (docs/timeline.md); `lockstep timeline RUN` shows it."""
 
 
 DataKind = Literal["documents", "prompts", "pairs", "labelled"]

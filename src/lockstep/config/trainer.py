@@ -68,18 +68,10 @@ class OffloadConfig(Section):
         )
 
 
-class ProfileConfig(Section):
-    """Optimizer steps that torch.profiler records: `profiles/ROLE-rankR-steps-A-B.json.gz` in the run's folder, which
-    Perfetto opens. These steps take longer, the first one at least a second."""
-
+class StepRange(Section):
     first_step: int = Field(gt=0)
-    """Counted from 1 in optimizer steps. The step before it warms the profiler up."""
+    """Counted from 1, as on the console."""
     last_step: int = Field(gt=0)
-    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
-    memory: bool = False
-    """Also records allocations."""
-    stacks: bool = False
-    """Also records the Python lines of operations."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -88,6 +80,17 @@ class ProfileConfig(Section):
                 f"last_step {self.last_step} is before first_step {self.first_step}; give a later one, or the same"
             )
         return self
+
+
+class ProfileConfig(StepRange):
+    """Optimizer steps that torch.profiler records: `profiles/ROLE-rankR-steps-A-B.json.gz` in the run's folder, which
+    Perfetto opens. These steps take longer, and the step before the first one warms the profiler up."""
+
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
+    memory: bool = False
+    """Also records allocations."""
+    stacks: bool = False
+    """Also records the Python lines of operations."""
 
 
 TRAINER_KINDS = ["fsdp2", "deepspeed"]

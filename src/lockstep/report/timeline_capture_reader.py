@@ -87,7 +87,7 @@ class TimelineSlice:
 
 
 @dataclass(slots=True)
-class CollectiveCall:
+class TimelineCall:
     """A call of a collective, or a message, by one process."""
 
     slice: TimelineSlice
@@ -114,7 +114,7 @@ class TimelineProcess:
     rank: int
     pid: int
     slices: list[TimelineSlice] = field(default_factory=list)
-    calls: list[CollectiveCall] = field(default_factory=list)
+    calls: list[TimelineCall] = field(default_factory=list)
     counters: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """Samples of each counter: time and value."""
     lost: int = 0
@@ -184,7 +184,7 @@ class _OpenProcess:
 
     process: TimelineProcess
     spans: set[tuple[str, int, int]] = field(default_factory=set)
-    calls: dict[tuple[str, int, int], CollectiveCall] = field(default_factory=dict)
+    calls: dict[tuple[str, int, int], TimelineCall] = field(default_factory=dict)
     """By communicator, number of the call, and when it began."""
     repeats: dict[tuple[str, int], int] = field(default_factory=dict)
     last: tuple[_Process, int, int] | None = None
@@ -321,7 +321,7 @@ def _add_calls(
         made = TimelineSlice(track, name, began + shift, ended + shift if ended else now, details, not ended)
         repeat = known.repeats.get((communicator.id, -1 if p2p else issued), 0)
         known.repeats[communicator.id, -1 if p2p else issued] = repeat + 1
-        known.calls[communicator.id, number, began] = CollectiveCall(
+        known.calls[communicator.id, number, began] = TimelineCall(
             made, (communicator.id, issued, repeat), operation, communicator.size, nbytes,
             bool(ended) and not bits & (ASYNCHRONOUS | FAILED | REFUSED), p2p,
         )  # fmt: skip

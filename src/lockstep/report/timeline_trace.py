@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.folders import write_atomically
-from lockstep.report.timeline_capture_reader import CollectiveCall, Timeline, TimelineProcess, TimelineSlice
+from lockstep.report.timeline_capture_reader import Timeline, TimelineCall, TimelineProcess, TimelineSlice
 
 MAX_SLICES = 1_000_000
 """The newest slices of a trace; Perfetto opens that many within seconds."""
@@ -179,9 +179,9 @@ def _lanes(slices: list[TimelineSlice]) -> list[list[TimelineSlice]]:
     return lanes
 
 
-def _joined(timeline: Timeline) -> list[list[CollectiveCall]]:
+def _joined(timeline: Timeline) -> list[list[TimelineCall]]:
     """The calls of several processes that are one collective."""
-    found: dict[tuple[str, int, int], list[CollectiveCall]] = defaultdict(list)
+    found: dict[tuple[str, int, int], list[TimelineCall]] = defaultdict(list)
     for process in timeline.processes:
         for call in process.calls:
             if not call.p2p:
