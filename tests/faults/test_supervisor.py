@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.report.timeline_capture_reader import capture_files, read_timeline
 from lockstep.watch.agent.agent_client import AgentClient, start_agent
 from lockstep.watch.agent.service_discovery import ServiceAddress
 from lockstep.watch.beacon.reader import read_beacons
@@ -264,8 +265,10 @@ def test_the_incident_is_complete_and_without_secrets(site: Site) -> None:
     names = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
     assert names >= {
         "verdict.json", "story.txt", "timeline.json", "beacons.json", "processes.json", "environment.json",
-        "machine.json", "run.json", "told.json", "logs/policy-0.log", "logs/policy-1.log",
+        "machine.json", "run.json", "told.json", "logs/policy-0.log", "logs/policy-1.log", "capture.jsonl",
     }  # fmt: skip
+    timeline = read_timeline(capture_files(folder))
+    assert {each.name for each in timeline.processes} >= {"policy-0", "policy-1"} and len(timeline.notes) == 1
     text = "".join((folder / name).read_text() for name in sorted(names))
     assert "tr0ub4dor-and-3" not in text and TOKEN not in text and "password=" in text
     assert json.loads((folder / "beacons.json").read_text())

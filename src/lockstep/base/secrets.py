@@ -109,7 +109,8 @@ def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
     values = {
         value.strip()
         for name, value in environment.items()
-        if is_secret_name(name) or (not _SHOWN_VARIABLES.fullmatch(name) and _looks_random(value.strip()))
+        if (is_secret_name(name) and not (name == "PWD" and value.startswith("/")))  # the shell's working folder
+        or (not _SHOWN_VARIABLES.fullmatch(name) and _looks_random(value.strip()))
     }
     return tuple(sorted((value for value in values if len(value) >= _MIN_VALUE_LENGTH), key=len, reverse=True))
 

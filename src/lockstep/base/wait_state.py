@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _ATTEMPT_S = 0.25
 """The time limit of a single blocking call if progress or notices have to be checked meanwhile."""
+_SHORTEST_NS = 1_000_000
+"""Shorter waits are not recorded when they have ended: a timeline would not show them."""
 
 
 class WaitTimeout(PicklableError, TimeoutError):
@@ -81,6 +83,7 @@ class WaitDisplay(Protocol):
     def take_wait_slot(self) -> int | None: ...
     def write_wait(self, slot: int, wait: WaitRecord) -> None: ...
     def free_wait_slot(self, slot: int) -> None: ...
+    def record_wait(self, wait: WaitRecord) -> None: ...
 
 
 _find_display: Callable[[], WaitDisplay | None] = lambda: None  # noqa: E731
@@ -202,6 +205,9 @@ def track_wait(
     finally:
         _thread_waits.waits.remove(wait)
         _publish_wait(_thread_waits)
+        display = _thread_waits.display
+        if display is not None and time.monotonic_ns() - wait.since_ns >= _SHORTEST_NS:
+            display.record_wait(wait.record())
 
 
 def narrow_wait(waits_for: str) -> None:

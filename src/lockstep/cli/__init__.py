@@ -15,6 +15,7 @@ _COMMANDS = {
     "convert": "Convert a launch script or config of OpenRLHF, verl, TRL or VLM-R1 to a run's file.",
     "watch": "Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.",
     "top": "Show every process of a run: stage, progress, collectives and waits; suspects are at the top.",
+    "timeline": "Write a timeline of a run for Perfetto: stages, collectives, requests, weight sync, waits, incidents.",
     "report": "Write the HTML report of a run, finished or not, and list its incidents.",
     "samples": "Show completions of a run's step with their rewards: from the best to the worst, or only one end.",
     "export": "Write the model of a run's checkpoint, for transformers, vLLM or the next run.",

@@ -24,16 +24,16 @@ def command(
     from lockstep.report.safe_console import SafeConsole
     from lockstep.watch.beacon.reader import read_beacons
 
-    name = _run_name(run)
+    name = run_name(run)
     if not read_beacons(name):
-        SafeConsole(soft_wrap=True).print(_describe_ended(run), markup=False)
+        SafeConsole(soft_wrap=True).print(describe_ended(run), markup=False)
     elif once:
         top_table.print_processes(name, SafeConsole())
     else:
         top_table.follow_processes(name, SafeConsole(), every)
 
 
-def _run_name(run: Path) -> str:
+def run_name(run: Path) -> str:
     """The run id, after which the status files (beacons) of the processes are named. Exits if there is none."""
     from lockstep.base.folders import read_run_id, run_shm_dir
     from lockstep.watch.attach.run_observer import run_of_process
@@ -67,7 +67,7 @@ def _show_runs_of(user: int) -> None:
         os.environ.setdefault("LOCKSTEP_BEACONS", str(shm_root(user)))
 
 
-def _describe_ended(run: Path) -> str:
+def describe_ended(run: Path) -> str:
     """Describes, from its ledger, a run that has no process on this host. Exits if the ledger cannot be read."""
     from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.ledger import Ledger

@@ -17,7 +17,7 @@ from lockstep.config.rollout import RolloutConfig, SamplingConfig
 from lockstep.config.section import Section
 from lockstep.config.serve_role import ServeRole, reward_model_roles
 from lockstep.config.train_role import TrainRole
-from lockstep.config.trainer import CheckpointConfig, CommunicationConfig, TrainerConfig, WeightSyncConfig
+from lockstep.config.trainer import CheckpointConfig, CommunicationConfig, StepRange, TrainerConfig, WeightSyncConfig
 
 
 class WandBConfig(Section):
@@ -115,6 +115,8 @@ class ReportConfig(Section):
     """Completions of such a step that are shown, from the best to the worst."""
     tensorboard: bool = True
     html: bool = True
+    timeline: StepRange | None = None
+    """Steps of the run of which a timeline is captured (docs/timeline.md); `lockstep timeline RUN` shows it."""
 
 
 DataKind = Literal["documents", "prompts", "pairs", "labelled"]

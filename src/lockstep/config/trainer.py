@@ -68,6 +68,31 @@ class OffloadConfig(Section):
         )
 
 
+class StepRange(Section):
+    first_step: int = Field(gt=0)
+    """Counted from 1, as on the console."""
+    last_step: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.last_step < self.first_step:
+            raise ValueError(
+                f"last_step {self.last_step} is before first_step {self.first_step}; give a later one, or the same"
+            )
+        return self
+
+
+class ProfileConfig(StepRange):
+    """Optimizer steps that torch.profiler records: `profiles/ROLE-rankR-steps-A-B.json.gz` in the run's folder, which
+    Perfetto opens. These steps take longer, and the step before the first one warms the profiler up."""
+
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
+    memory: bool = False
+    """Also records allocations."""
+    stacks: bool = False
+    """Also records the Python lines of operations."""
+
+
 TRAINER_KINDS = ["fsdp2", "deepspeed"]
 """The names of the kinds of trainers. `lockstep.train.trainer_kinds.TRAINERS` has their implementations."""
 
@@ -112,6 +137,7 @@ class TrainerConfig(Section):
     offload: OffloadConfig = OffloadConfig()
     collective_timeout_s: float = Field(1800.0, gt=0)
     """Timeout of one collective, on every communicator."""
+    profile: ProfileConfig | None = None
 
     @property
     def shards(self) -> int:
@@ -130,6 +156,12 @@ class TrainerConfig(Section):
     def _read_deepspeed(cls, value: Any) -> Any:
         """Reads the settings' file, so that ranks on other hosts need not see it."""
         return read_deepspeed_file(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> Self:
+        if self.profile is not None and max(self.profile.ranks) >= self.ranks:
+            raise ValueError(f"profile.ranks has {max(self.profile.ranks)}, expected ranks from 0 to {self.ranks - 1}")
+        return self
 
     @model_validator(mode="after")
     def _check_deepspeed(self) -> Self:

@@ -46,6 +46,7 @@ _NO_EFFECT = (
     "reward.terms.*.deadline_s",
     "reward.terms.*.concurrency",
     "trainer.collective_timeout_s",
+    "trainer.profile",
     "trainer.offload",
     "trainer.malloc",
     "reference.ranks",

@@ -19,6 +19,7 @@ from lockstep.data.images.image_store import ImageUnavailable
 from lockstep.data.samples import Completion
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request, RequestBatch, RolloutEngine
 from lockstep.rollout.weight_loading import open_reader
+from lockstep.watch.beacon.span_ring import SpanKind
 from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
@@ -104,12 +105,16 @@ class EngineService:
 
     def load_weights(self, source: str, version: int) -> None:
         current_beacon().stage("sync")
+        began_ns = time.monotonic_ns()
         self._engine.load_weights(Path(source), version)
+        current_beacon().span(SpanKind.WEIGHTS, f"load version {version}", began_ns)
         self._show_stage()
 
     def receive_weights(self, where: dict[str, Any], version: int) -> None:
         current_beacon().stage("sync")
+        began_ns = time.monotonic_ns()
         self._engine.receive_weights(where, version)
+        current_beacon().span(SpanKind.WEIGHTS, f"receive version {version}", began_ns)
         self._show_stage()
 
     def slower(self) -> str:
@@ -179,6 +184,8 @@ class Outbox:
         """Numbers of the newest completion, and of the newest one that was sent."""
         self._kept: deque[Completion] = deque()
         self._open: dict[str, Request] = {}
+        self._began_ns: dict[str, int] = {}
+        """When each open request was submitted."""
         self._urgency = math.inf
         """The lowest priority value among the completions that were not sent; -inf if one must be sent at once."""
         self._unsent_since = 0.0
@@ -187,14 +194,19 @@ class Outbox:
     def expect(self, requests: Sequence[Request]) -> None:
         """Registers requests whose completions will follow."""
         self._open.update((request.id, request) for request in requests)
+        now = time.monotonic_ns()
+        self._began_ns.update((request.id, now) for request in requests)
 
     def put(self, completions: Sequence[Completion]) -> None:
         if completions and self._sent == self._sequence:
             self._urgency, self._unsent_since = math.inf, time.monotonic()
         self._kept.extend(completions)
         self._sequence += len(completions)
+        beacon = current_beacon()
         for each in completions:
-            request = self._open.pop(each.request, None)
+            request, began_ns = self._open.pop(each.request, None), self._began_ns.pop(each.request, None)
+            if began_ns is not None:
+                beacon.span(SpanKind.REQUEST, f"{each.request} {each.finish}", began_ns, len(each.tokens))
             # A conversation continues as soon as its turn arrives, so turns are not held back.
             at_once = request is None or request.keep or each.finish == "abort"
             self._urgency = min(self._urgency, -math.inf if at_once or request is None else request.priority)

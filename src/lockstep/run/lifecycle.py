@@ -56,6 +56,7 @@ from lockstep.train.trainer_api import TrainerInfo
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import StallThresholds
+from lockstep.watch.supervisor.timeline_capture import CaptureRequest, request_capture
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def infrequent_gc() -> Iterator[None]:
 
 
 def start_supervisor(
-    prepared: PreparedRun, cluster: AgentCluster, reporter: RunReporter, recovery: RecoveryManager
+    prepared: PreparedRun, cluster: AgentCluster, run: str, reporter: RunReporter, recovery: RecoveryManager
 ) -> None:
     """Starts the supervisor, if the config enables it. Does not wait for it."""
     config = prepared.config.watch
@@ -161,6 +162,10 @@ def start_supervisor(
             "folder": str(prepared.folder),
         },
     )
+    if (steps := prepared.config.report.timeline) is not None:
+        name = f"steps-{steps.first_step}-{steps.last_step}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+        file = prepared.folder.absolute() / "timeline" / name
+        request_capture(run, CaptureRequest(file, first_step=steps.first_step, last_step=steps.last_step))
 
 
 def _umask_mode() -> int:
@@ -237,7 +242,7 @@ def _start_run(
     with ExitStack() as closing:
         closing.callback(cluster.close)
         recovery = RecoveryManager(prepared.config.recovery, ledger)
-        start_supervisor(prepared, cluster, reporter, recovery)
+        start_supervisor(prepared, cluster, name, reporter, recovery)
         with reporter.stage("start"):
             launcher = RunWorkerLauncher(prepared, cluster, ledger.generation)
             ranks, servers, workers = launcher.launch_all()

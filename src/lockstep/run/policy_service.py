@@ -1,11 +1,13 @@
 """The trainer ranks of a run: of any trained role, and of the policy, which also publishes its weights."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 from lockstep.run.policy_api import PolicyAPI
 from lockstep.run.run_id import check_folder_shared
 from lockstep.train.trainer_service import TrainerService
+from lockstep.watch.beacon.span_ring import SpanKind
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder import recorder
 from lockstep.weights.stream.channel import StreamChannel
@@ -49,7 +51,9 @@ class PolicyService(RoleService, PolicyAPI):
             raise RuntimeError("no weight store is open; call open_weights() first")
         recorder.raise_if_stalled()
         current_beacon().stage("publish")
+        began_ns = time.monotonic_ns()
         self._weights.write_shards(self.rank, version, self.trainer.shards(), self._check_completely)
+        current_beacon().span(SpanKind.WEIGHTS, f"write version {version}", began_ns)
 
     def stream_weights(self, channel: StreamChannel, version: int) -> str:
         if self._weights is None:
@@ -64,7 +68,10 @@ class PolicyService(RoleService, PolicyAPI):
             for bucket in cut_buckets(plan, channel.bucket_bytes)
         ]
         gathered = self.trainer.gather_weights(buckets, everyone=channel.way == "cuda_ipc")
-        return self._sender.send(channel, plan, version, gathered)
+        began_ns = time.monotonic_ns()
+        sent = self._sender.send(channel, plan, version, gathered)
+        current_beacon().span(SpanKind.WEIGHTS, f"send version {version}", began_ns, plan.nbytes)
+        return sent
 
     def close(self) -> None:
         if self._sender is not None:

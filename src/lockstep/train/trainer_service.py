@@ -1,6 +1,7 @@
 """The trainer's worker process: one rank, which the controller drives by remote calls."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
 from lockstep.models.errors import naming_fields_in
 from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 from lockstep.train.rank_service import RankService, choose_packing
+from lockstep.train.step_profiler import StepProfiler
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
 from lockstep.train.trainer_kinds import trainer_kind
 from lockstep.train.trainer_protocol import StepStats, Trainer
@@ -37,6 +39,10 @@ class TrainerService(RankService, TrainerAPI):
         super().__init__(self.role.name, self.role.trainer.threads, self.role.trainer.malloc, **rank)
         self.run_folder = Path(run_folder)
         self.images = None if images is None else Path(images)
+        profiled = self.role.trainer.profile
+        self._profiler: StepProfiler | None = None
+        if profiled is not None and self.rank in profiled.ranks:
+            self._profiler = StepProfiler(profiled, self.run_folder, f"{self.role.name}-rank{self.rank}")
         self._trainer: Trainer | None = None
         self._info: TrainerInfo | None = None
         self._memory: MemoryCheckpoints | None = None
@@ -91,7 +97,8 @@ class TrainerService(RankService, TrainerAPI):
 
     def step(self, microbatches: EncodedMicroBatches) -> StepStats:
         current_beacon().stage("train")
-        return self.trainer.step(decode_micro_batches(microbatches))
+        with nullcontext() if self._profiler is None else self._profiler.record(self.trainer.optimizer_step + 1):
+            return self.trainer.step(decode_micro_batches(microbatches))
 
     def save(self, folder: str) -> None:
         current_beacon().stage("save")
@@ -129,6 +136,8 @@ class TrainerService(RankService, TrainerAPI):
         self.trainer.onload()
 
     def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.close()
         if self._memory is not None:
             self._memory.close()
         if self._trainer is not None:

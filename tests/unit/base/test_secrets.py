@@ -111,6 +111,8 @@ def test_random_values_of_unknown_variables_are_hidden_everywhere() -> None:
     drawn = "9f8e7d6c5b4a39281706f5e4d3c2b1a0"
     assert secret_values({"MY_OWN_THING": drawn}) == (drawn,)
     assert secret_values({"SLURM_JOB_UID_HASH": drawn, "HOME": "/home/somebody-with-digits-1234"}) == ()
+    folder = "/home/somebody/project"  # the shell's variable: hiding it would hide every call site below it
+    assert secret_values({"PWD": folder}) == () and secret_values({"PWD": "geheim-12"}) == ("geheim-12",)
 
 
 def test_redacting_keeps_the_structure() -> None:

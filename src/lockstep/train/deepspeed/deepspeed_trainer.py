@@ -170,7 +170,7 @@ class DeepSpeedTrainer:
                 self.engine.set_gradient_accumulation_boundary(done == len(microbatches))
                 seed_dropout(self.adapter, self.role.seed, self.optimizer_step, done, self.ranks.rank)
                 self._backward(microbatch, metrics)
-                current_beacon().progress("microbatches", done, len(microbatches))
+                current_beacon().finish_unit("microbatches", done, len(microbatches))
         step = self.optimizer_step + 1
         vector = metrics.vector(square_norm(self.state.gradients()))
         totals = ReducedMetrics(
@@ -189,7 +189,7 @@ class DeepSpeedTrainer:
         recorder.raise_if_stalled()
         self.optimizer_step = step
         done = step - self.steps_before_run
-        current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
+        current_beacon().finish_unit("optimizer steps", done, self.role.optimizer_steps)
         norm = totals.square_norm**0.5
         return StepStats({**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)})
 

@@ -100,7 +100,7 @@ def evaluate_each(
         if kept is not None and number < kept.most:
             kept.add(microbatches[number], values)
         results[number] = {name: values[name].detach().float().cpu().numpy() for name in outputs}
-        current_beacon().progress("microbatches", done, len(microbatches))
+        current_beacon().finish_unit("microbatches", done, len(microbatches))
     return results
 
 

@@ -212,7 +212,7 @@ class FSDP2Trainer:
                 begin_microbatch(self.policy, last, reshard, self.uncalled)
                 seed_dropout(self.adapter, self.role.seed, self.optimizer.steps, done, self.ranks.rank)
                 self._backward(microbatch, metrics)
-                current_beacon().progress("microbatches", done, len(microbatches))
+                current_beacon().finish_unit("microbatches", done, len(microbatches))
         gradients = {name: local_shard(p.grad) for name, p in self.trained_parameters.items() if p.grad is not None}
         # All replicas have the same gradient; only one of them adds it to the norm.
         squares = square_norm(gradients if self.ranks.replica == 0 else {})
@@ -234,7 +234,7 @@ class FSDP2Trainer:
         done = self.optimizer.steps - self.steps_before_run
         if self.mixing is not None and self.reference is not None and done % self.mixing.steps == 0:
             mix_into_reference(self.reference, self.policy, self.mixing.share)
-        current_beacon().progress("optimizer steps", done, self.role.optimizer_steps)
+        current_beacon().finish_unit("optimizer steps", done, self.role.optimizer_steps)
         return StepStats({**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)})
 
     def learning_rates(self) -> dict[ModelPart, float]:

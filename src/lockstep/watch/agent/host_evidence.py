@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.base.secrets import redact, redact_environment, secret_values
 from lockstep.watch.agent.process_monitor import ProcessState
+from lockstep.watch.agent.timeline_follower import TimelineFollower
 from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.procfs import exit_causes, processes
@@ -22,6 +23,9 @@ _WAIT_KEYS = {"waits_for": "whom"}
 """Fields of a beacon and of a wait that have other names in `beacons.json`."""
 MAX_PROCESSES = 32
 """The maximum number of processes per host in an incident."""
+
+RECENT_CALLS = 128
+"""The most calls on a communicator, and spans of a process, in the timeline of an incident."""
 
 
 def collect_host_evidence(chosen: Iterable[ProcessState], lines: int) -> dict[str, Any]:
@@ -37,6 +41,7 @@ def collect_host_evidence(chosen: Iterable[ProcessState], lines: int) -> dict[st
             for process in selected
             if (state := _read_current_beacon(process)) is not None
         },
+        "timeline": TimelineFollower(RECENT_CALLS).read([each.beacon.path for each in selected if each.beacon]),
         "logs": {process.name: _last_lines(process.log, lines) for process in selected if process.log is not None},
         "processes": [_process_to_json(process) for process in selected],
         "environment": redact_environment(environment),

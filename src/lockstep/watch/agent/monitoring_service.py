@@ -16,6 +16,8 @@
         because members on other hosts differ; not if the communicator is unknown here so far
     {"id", "op": "dump", "names"} -> {"folder"}   has flight recorders written to this folder, see `commands`
     {"id", "op": "dumps"} -> {"dumps": {name: text}}   the dumps that have been written so far
+    {"id", "op": "timeline", "capture", "last"} -> what all processes have done since the last such request with this
+        `capture`, see `timeline_follower`, and "host", "devices"
     <- states also have "calm": every process makes progress or is idle, and all members' calls agree
     <- {"m": "leaving", "host", "reason"}: the agent shuts down; processes that end from now on are ended on purpose
 
@@ -39,6 +41,7 @@ from lockstep.watch.agent.call_comparison import CommunicatorLife
 from lockstep.watch.agent.process_monitor import ProcessMonitor, ProcessState
 from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import encode_report
+from lockstep.watch.agent.timeline_follower import TimelineFollower
 from lockstep.watch.agent.worker_spawner import WorkerProcess
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.devices.device_sampler import DeviceSampler
@@ -87,10 +90,11 @@ class MonitoringService:
         self._sampled_at = 0.0
         self._sample_now, self._no_stall = False, False
         self._dump_folder = run_shm_dir(run) / "dumps"
+        self._followers: dict[tuple[Connection, str], TimelineFollower] = {}
         self.operations: Mapping[str, Callable[[Connection, str, dict[str, Any]], None]] = {
             "observe": self._observe, "clock": self._clock, "stacks": self._stacks, "collect": self._collect,
             "end": self._end, "forget": self._forget, "free": self._free, "dump": self._dump, "dumps": self._dumps,
-            "calls": self._calls, "show": self._show,
+            "calls": self._calls, "show": self._show, "timeline": self._timeline,
         }  # fmt: skip
 
     def expect_end(self, name: str, pid: int) -> None:
@@ -103,6 +107,7 @@ class MonitoringService:
 
     def disconnected(self, connection: Connection) -> None:
         self._observers.pop(connection, None)
+        self._followers = {key: each for key, each in self._followers.items() if key[0] is not connection}
 
     def announce_shutdown(self, reason: str) -> None:
         """Reports to supervisors that the agent shuts down, and ends the subscriptions."""
@@ -232,6 +237,16 @@ class MonitoringService:
         known = self._reports.comparison.show(_life(message), int(message["seq"]))
         self._sample_now |= known
         self._reply(number, {"known": known})
+
+    def _timeline(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        key = connection, str(message["capture"])
+        follower = self._followers.setdefault(key, TimelineFollower())
+        beacons = [each.beacon.path for each in self._monitor.tracked.values() if each.beacon is not None]
+        devices = record_to_json(self._reports.last_devices)
+        found = {"host": self._host, **follower.read(beacons), **({"devices": devices} if devices else {})}
+        if message["last"]:
+            del self._followers[key]
+        self._send(connection, {"reply": number, **found})  # not kept: it is never requested again
 
     def _dump(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._dump_folder = run_shm_dir(self._monitor.run) / "dumps" / str(time.monotonic_ns())

@@ -39,6 +39,24 @@ class BeaconEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class BeaconSpan:
+    """Something that a process did. Times are nanoseconds of the host's monotonic clock."""
+
+    number: int
+    """Counts the spans of the process from 1."""
+    kind: int
+    """A `span_ring.SpanKind`, or a number that a later version writes."""
+    name: str
+    """At most 80 bytes."""
+    began_ns: int
+    ended_ns: int
+    amount: int = 0
+    """Tokens of a request, or bytes of weights; 0 if unknown."""
+    thread: str = ""
+    """The thread that waited; empty for other kinds."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallRecord:
     """One call on a communicator, issued from Python. Times are nanoseconds of the host's monotonic clock."""
 
@@ -335,10 +353,11 @@ LANE_STRIDE = 72
 
 
 MAGIC = b"LOCKSTEP"
-VERSION = 6
+VERSION = 7
 MAX_COUNTERS = 24
 MAX_WAITS = 16
 MAX_EVENTS = 128
+MAX_SPANS = 1024
 
 HEADER_STRUCT = struct.Struct(
     "<8sIIIiQQd64s96s32s96s"
@@ -349,10 +368,12 @@ WAIT_STRUCT = struct.Struct(
     "<QQQQQ24s96s160s32sQ"
 )  # front thread since_ns deadline_ns moved_ns kind waits_for why thread_name back
 EVENT_STRUCT = struct.Struct("<QQ24s72sQ")  # front at_ns kind text back
+SPAN_STRUCT = struct.Struct("<QQQQq80s32sQ")  # front began_ns ended_ns kind amount name thread back
 
 BEAT_AT = 512
 USED_AT, UNRECORDED_AT = 520, 528
 """The number of communicators with a slot, and of those for which there was none."""
+SPANS_WRITTEN_AT = 536
 STAGE_AT = 576
 COUNTERS_AT = 768
 WAITS_AT = COUNTERS_AT + MAX_COUNTERS * 96
@@ -360,8 +381,9 @@ EVENTS_AT = WAITS_AT + MAX_WAITS * 384
 LANES_AT = EVENTS_AT + MAX_EVENTS * 128
 COMMUNICATORS_AT = LANES_AT + MAX_LANES * LANE_STRIDE
 FIXED_SIZE = COMMUNICATORS_AT + MAX_COMMUNICATORS * COMMUNICATOR_STRIDE
-"""The size of the part that readers copy as a whole, without its unused slots; the texts and the rings of calls after
-this part are read only when needed."""
+"""The size of the part that readers copy as a whole, without its unused slots; the texts, and the rings of calls and of
+spans, which come after this part, are read only when needed."""
 TEXTS_AT = FIXED_SIZE
 RINGS_AT = TEXTS_AT + MAX_TEXTS * TEXT_STRUCT.size
-FILE_SIZE = RINGS_AT + MAX_COMMUNICATORS * RING_BYTES
+SPANS_AT = RINGS_AT + MAX_COMMUNICATORS * RING_BYTES
+FILE_SIZE = SPANS_AT + MAX_SPANS * SPAN_STRUCT.size

@@ -292,13 +292,17 @@ def read_communicators(reading: RecordReader) -> tuple[CommunicatorRecord, ...]:
 def count_calls(reading: RecordReader) -> int:
     """The number of calls that were recorded on all communicators together."""
     slots = range(used_slots(reading))
-    return sum(reading.number(COMMUNICATORS_AT + slot * COMMUNICATOR_STRIDE + CALLS_AT) for slot in slots)
+    return sum(calls_written(reading, slot) for slot in slots)
+
+
+def calls_written(reading: RecordReader, slot: int) -> int:
+    """The number of calls on a communicator."""
+    return reading.number(COMMUNICATORS_AT + slot * COMMUNICATOR_STRIDE + CALLS_AT)
 
 
 def decode_calls(reading: RecordReader, slot: int, newest: int) -> tuple[CallRecord, ...]:
     """The newest calls on a communicator, oldest first, without torn, overwritten and unsure ones."""
-    written = reading.number(COMMUNICATORS_AT + slot * COMMUNICATOR_STRIDE + CALLS_AT)
-    return tuple(_iter_calls(reading, _TextTable(reading), slot, written, newest))
+    return tuple(_iter_calls(reading, _TextTable(reading), slot, calls_written(reading, slot), newest))
 
 
 class _TextTable:

@@ -33,12 +33,14 @@ from lockstep.watch.beacon.beacon_records import (
     WAIT_STRUCT,
     WAITS_AT,
     BeaconEvent,
+    BeaconSpan,
     BeaconState,
     CallRecord,
     ProgressCounter,
     RecordReader,
     decode_text,
 )
+from lockstep.watch.beacon.span_ring import read_spans, spans_written
 
 
 def read_beacons(run: str, events: bool = True) -> list[BeaconState]:
@@ -67,6 +69,36 @@ def read_calls(path: Path, slot: int, newest: int = CALLS_PER_RING) -> tuple[Cal
     """The newest calls (at most 256) on the communicator in this slot, oldest first."""
     with _open_beacon_file(path) as reading:
         return () if reading is None else call_ring.decode_calls(reading, slot, newest)
+
+
+class OpenedBeacon:
+    """A beacon of which the fixed part has been read, and whose rings are read from the same file."""
+
+    def __init__(self, path: Path, reading: RecordReader) -> None:
+        self._reading = reading
+        self.state = _decode_beacon(path, HEADER_STRUCT.unpack_from(reading.second), reading, with_events=False)
+        """Without events."""
+        self.spans_written = spans_written(reading)
+        """The number of spans that the process has recorded."""
+
+    def spans(self, after: int) -> list[BeaconSpan]:
+        """The spans after this number, oldest first."""
+        return list(read_spans(self._reading, after))
+
+    def calls_written(self, slot: int) -> int:
+        """The number of calls that were made on the communicator in this slot."""
+        return call_ring.calls_written(self._reading, slot)
+
+    def calls(self, slot: int, newest: int) -> tuple[CallRecord, ...]:
+        """The newest calls on the communicator in this slot, oldest first."""
+        return call_ring.decode_calls(self._reading, slot, newest)
+
+
+@contextlib.contextmanager
+def opened_beacon(path: Path) -> Iterator[OpenedBeacon | None]:
+    """Opens a beacon for reading its rings; yields None if there is none, as `read_beacon`."""
+    with _open_beacon_file(path) as reading:
+        yield None if reading is None else OpenedBeacon(path, reading)
 
 
 class BeaconReader:

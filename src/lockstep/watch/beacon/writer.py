@@ -42,6 +42,7 @@ from lockstep.watch.beacon.beacon_records import (
     clear_record,
     encode_text,
 )
+from lockstep.watch.beacon.span_ring import SpanKind, SpanWriter
 from lockstep.watch.procfs.processes import start_ticks
 
 _BEACON_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
@@ -62,9 +63,12 @@ class Beacon:
         self._free = list(range(MAX_WAITS - 1, -1, -1))
         self._waiting: dict[int, WaitRecord] = {}
         self._events = 0
+        self._spans = SpanWriter(memory)
         self._progress_count = 0
         self.stage_name = ""
         """The current stage."""
+        self._stage_since = self._unit_since = 0
+        """When the stage and the current unit of work began."""
         self._call_rings: call_ring.CallRings | None = None
         self._open = True
 
@@ -84,12 +88,16 @@ class Beacon:
     def stage(self, name: str) -> None:
         """Sets the current stage."""
         with self._lock:
-            self.stage_name = name
+            before, self.stage_name = self.stage_name, name
             if self._call_rings is not None:
                 self._call_rings.stage(name)
             if self._open:
                 self._progress_count += 1
-                self._stage.write(time.monotonic_ns(), encode_text(name, 96))
+                now = time.monotonic_ns()
+                if before:
+                    self._spans.write(SpanKind.STAGE, before, self._stage_since, now)
+                self._stage_since = self._unit_since = now
+                self._stage.write(now, encode_text(name, 96))
 
     def progress(self, counter: str, value: int, total: int | None = None) -> None:
         """Sets a counter. Counters after the 24th only increase `progress_count`."""
@@ -117,6 +125,30 @@ class Beacon:
                 self.progress(counter, n)
             else:
                 self.progress(counter, known[1] + n, known[2])
+
+    def finish_unit(self, counter: str, done: int, total: int) -> None:
+        """Sets a counter of units of work that follow each other, and records the newest one: it began with the stage,
+        or when the unit before it was finished."""
+        self.progress(counter, done, total)
+        with self._lock:
+            if self._open:
+                now = time.monotonic_ns()
+                self._spans.write(SpanKind.UNIT, f"{counter} {done}/{total}", self._unit_since, now)
+                self._unit_since = now
+
+    def span(self, kind: SpanKind, name: str, began_ns: int, amount: int = 0) -> None:
+        """Appends what the process has done from `began_ns` (monotonic clock) until now to the ring of the last 1,024
+        spans. `amount` is in tokens or bytes."""
+        with self._lock:
+            if self._open:
+                self._spans.write(kind, name, began_ns, time.monotonic_ns(), amount)
+
+    def record_wait(self, wait: WaitRecord) -> None:
+        """Appends a wait that has just ended to the spans."""
+        with self._lock:
+            if self._open:
+                name = f"{wait.waits_for} ({wait.kind}): {wait.why}"
+                self._spans.write(SpanKind.WAIT, name, wait.since_ns, time.monotonic_ns(), 0, wait.thread_name)
 
     def beat(self) -> None:
         """Writes a heartbeat. A background thread calls this, so that readers can distinguish a frozen process from a

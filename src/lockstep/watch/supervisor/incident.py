@@ -4,6 +4,7 @@
         verdict.json       the verdict as JSON
         story.txt          what happened, as text
         timeline.json      events of all processes in the last minute, on one clock
+        capture.jsonl      what they have done until then, for `lockstep timeline` (see `timeline_capture`)
         beacons.json       the beacons of the processes that were asked: in a small job of all
         processes.json     state, exit code and resource usage of each of them
         stacks/NAME.txt    stacks of the culprits, of processes that wait for them and of some others
@@ -38,6 +39,7 @@ from lockstep.base.folders import check_shared_folder, make_folder, make_private
 from lockstep.base.secrets import redact, redact_environment, redact_text, secret_values
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict
+from lockstep.watch.supervisor.timeline_capture import header_line
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +143,11 @@ def incident_files(contents: IncidentContents, known: Collection[str] = ()) -> I
     def redacted_json(values: Any) -> str:
         return json.dumps(redact(values, secrets), indent=1, default=str, sort_keys=False) + "\n"
 
-    yield "verdict.json", redacted_json(contents.verdict.json() | {"gaps": list(contents.gaps)})
+    verdict = contents.verdict.json() | {"gaps": list(contents.gaps), "wall": contents.wall}
+    yield "verdict.json", redacted_json(verdict)
     yield "story.txt", redacted(incident_story(contents))
     yield "timeline.json", redacted_json(incident_timeline(contents))
+    yield "capture.jsonl", redacted("".join(incident_capture(contents)))
     yield "beacons.json", redacted_json(_by_host(contents, "beacons"))
     yield "processes.json", redacted_json(_by_host(contents, "processes"))
     yield "machine.json", redacted_json(_by_host(contents, "machine"))
@@ -197,6 +201,20 @@ def incident_timeline(contents: IncidentContents) -> list[dict[str, Any]]:
             entry = {"at_s": round(at_s, 4), "who": "supervisor", "host": "", "kind": frame["change"]}
             found.append((at_s, entry | {"text": frame["headline"]}))
     return [event for _, event in sorted(found, key=lambda entry: entry[0])]
+
+
+def incident_capture(contents: IncidentContents) -> Iterator[str]:
+    """The lines of `capture.jsonl`."""
+    yield header_line(str(contents.facts.get("folder", "")), contents.wall, contents.at_ns, 0)
+    for host, bundle in contents.bundles.items():
+        if "timeline" in bundle:
+            line = {"host": host, "offset_ns": contents.offsets.get(host, 0), **bundle["timeline"]}
+            yield json.dumps(line, default=str) + "\n"
+    headline = verdict_headline(contents.verdict)
+    yield (
+        json.dumps({"verdict": headline, "level": contents.verdict.level, "change": "", "at_ns": contents.at_ns}) + "\n"
+    )
+    yield json.dumps({"end": "the incident was collected", "at_ns": contents.at_ns}) + "\n"
 
 
 def culprit_name(culprit: Culprit) -> str:

@@ -9,6 +9,7 @@ Messages are JSON frames:
     {"id", "op": "agents", "agents": [address, ...]} -> {}     sets the agents
     {"id", "op": "join", "agent": address} -> {}     adds an agent
     {"id", "op": "leave", "failed"} -> {}     ends the supervisor; if the job has failed, after a last diagnosis
+    {"id", "op": "timeline", "file", ...} -> {"file"}     captures a timeline, see `timeline_capture`
     <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
 
 `number` is the same for all events of one stall; `change` is `told` (new), `updated` or `withdrawn`; `verdict` is the
@@ -47,8 +48,9 @@ from lockstep.watch.supervisor.device_totals import DeviceTotals
 from lockstep.watch.supervisor.digest_comparison import DigestComparison
 from lockstep.watch.supervisor.incident_collection import IncidentCollection
 from lockstep.watch.supervisor.message_store import MessageStore
-from lockstep.watch.supervisor.subscribers import Subscribers, unregister, verdict_frame
+from lockstep.watch.supervisor.subscribers import RequestHandler, Subscribers, unregister, verdict_frame
 from lockstep.watch.supervisor.supervisor_client import SupervisorSettings
+from lockstep.watch.supervisor.timeline_capture import TimelineCaptures
 from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictTracker, VerdictUpdate
 
 log = logging.getLogger("lockstep.watch.supervisor.supervisor")
@@ -77,25 +79,21 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         ports = (settings.port, settings.port) if settings.port else None
         self._listener = Listener(
-            token,
-            settings.meeting or settings.run,
-            settings.generation,
-            "supervisor",
-            settings.host,
-            ports,
+            token, settings.meeting or settings.run, settings.generation, "supervisor", settings.host, ports,
             max_frame=64 << 20,
-        )
-        self._subscribers = Subscribers(
-            self._listener,
-            self._selector,
-            {"subscribe": self._subscribe, "agents": self._agents, "join": self._join, "leave": self._leave},
-        )
+        )  # fmt: skip
+        self._connections: dict[tuple[str, int], AgentConnection] = {}
+        self._captures = TimelineCaptures(settings.run, self._connections.values, (token,))
+        operations: dict[str, RequestHandler] = {
+            "subscribe": self._subscribe, "agents": self._agents, "join": self._join, "leave": self._leave,
+            "timeline": lambda connection, message: self._captures.start(message),
+        }  # fmt: skip
+        self._subscribers = Subscribers(self._listener, self._selector, operations)
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wakeups)
         self._connected_links: SimpleQueue[tuple[AgentConnection, Connection]] = SimpleQueue()
-        self._connections: dict[tuple[str, int], AgentConnection] = {}
         self._messages = MessageStore(aliases=settings.aliases, host_s=settings.patience.host_s)
         self._comparison = DigestComparison(self._connections.values)
         self._tracker, self._devices = VerdictTracker(), DeviceTotals(settings.devices)
@@ -119,18 +117,16 @@ class Supervisor:
         beacon = open_beacon(self.settings.run, "supervisor", "supervisor", 0)
         beacon.stage("watching")
         address = ServiceAddress(
-            self.settings.meeting or self.settings.run,
-            self.settings.generation,
-            self._listener.host,
-            self._listener.port,
-            os.getpid(),
-        )
+            self.settings.meeting or self.settings.run, self.settings.generation, self._listener.host,
+            self._listener.port, os.getpid(),
+        )  # fmt: skip
         address.publish(self._path)
         try:
             while not self._ending and not self._run_is_over():
                 pause_s = min(self._next_tick - time.monotonic(), 0.1 if self._collections else 1.0)
-                for key, _ in self._selector.select(max(0.0, pause_s)):
+                for key, _ in self._selector.select(max(0.0, min(pause_s, self._captures.pause_s))):
                     key.data()
+                self._captures.tick(time.monotonic())
                 self._attach_connected()
                 if time.monotonic() >= self._next_tick:
                     self._ticked_at = time.monotonic()
@@ -147,6 +143,7 @@ class Supervisor:
     def _tick(self) -> None:
         now = time.monotonic()
         self._devices.write(now)
+        self._captures.read_requests()
         for link in self._connections.values():
             link.tick()
             if now - self._clock_at >= CLOCK_SYNC_S or not link.clock.known:
@@ -230,6 +227,7 @@ class Supervisor:
         frame = verdict_frame(update, self._incidents.get(update.number), done, (self._token,))
         log.info("%s %s: %s", update.change, update.verdict.level, frame["done"] or frame["headline"])
         self._subscribers.publish(frame)
+        self._captures.note(frame)
 
     # --- agents
 
@@ -398,6 +396,7 @@ class Supervisor:
 
     def _clean_up(self) -> None:
         self._devices.write(time.monotonic(), last=True)
+        self._captures.close()
         for link in self._connections.values():
             link.close()
         self._subscribers.close()

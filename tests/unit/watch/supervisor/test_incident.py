@@ -40,10 +40,14 @@ def test_the_folder_has_all_files(tmp_path: Path) -> None:
     folder = incident.write_incident(tmp_path / "incidents", contents())
     assert folder is not None and folder.name.endswith("-absent-policy-1")
     assert sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()) == [
-        "beacons.json", "environment.json", "logs/policy-1.log", "machine.json", "processes.json", "run.json",
-        "stacks/policy-1.txt", "story.txt", "timeline.json", "told.json", "verdict.json",
+        "beacons.json", "capture.jsonl", "environment.json", "logs/policy-1.log", "machine.json", "processes.json",
+        "run.json", "stacks/policy-1.txt", "story.txt", "timeline.json", "told.json", "verdict.json",
     ]  # fmt: skip
-    assert json.loads((folder / "verdict.json").read_text())["collective"]["seq"] == 412
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert (verdict["collective"]["seq"], verdict["wall"]) == (412, 1_700_000_000.0)
+    assert [next(iter(json.loads(line))) for line in (folder / "capture.jsonl").read_text().splitlines()] == [
+        "lockstep_timeline", "verdict", "end",
+    ]  # fmt: skip
     assert "score (reward.py:31)" in (folder / "stacks" / "policy-1.txt").read_text()
     story = (folder / "story.txt").read_text()
     for words in ("policy-1 has not entered", "all_reduce #412 on 'fsdp'", "for 41 s", "host c did not answer"):

@@ -1,0 +1,356 @@
+"""Reads the captures of a timeline (`watch.supervisor.timeline_capture`) on one clock: what each process did, the
+collectives that processes made together, and what the supervisor published.
+
+A capture may end anywhere, because its writer was killed; lines that cannot be read are counted and left out.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.watch.agent.timeline_follower import ASYNCHRONOUS, FAILED, P2P, REFUSED
+from lockstep.watch.beacon.span_ring import SpanKind
+from lockstep.watch.supervisor.incident import USUAL_FOLDER, list_incidents
+from lockstep.watch.supervisor.timeline_capture import FORMAT
+
+CAPTURES_FOLDER = "timeline"
+"""The folder of the captures in that of a run."""
+INCIDENT_CAPTURE = "capture.jsonl"
+MAX_LINE_BYTES = 64 << 20
+_CUT_TEXT = 168
+"""A beacon has room for 176 bytes of these texts with four separators and a root: a longer one may have been cut."""
+_LIST = re.compile(r"\[([0-9, ]*)\]")
+_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2,
+    "float16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "complex128": 16,
+}  # fmt: skip
+
+
+class _Communicator(msgspec.Struct):
+    id: str
+    name: str
+    size: int
+    rank: int
+    on_device: bool
+    calls: list[tuple[int, int, int, int, int, int, int, int, int, int, int, int | None]]
+
+
+class _Process(msgspec.Struct):
+    name: str
+    role: str
+    rank: int
+    pid: int
+    stage: tuple[str, int]
+    waits: list[tuple[str, str, int]]
+    counters: dict[str, tuple[int, int | None]]
+    spans: list[tuple[int, str, int, int, int, str]]
+    communicators: list[_Communicator]
+    lost: int
+
+
+class _Line(msgspec.Struct):
+    """Any line of a capture; which one it is shows in the fields that it has."""
+
+    lockstep_timeline: int | None = None
+    wall: float = 0.0
+    at_ns: int = 0
+    since_ns: int = 0
+    host: str = ""
+    offset_ns: int = 0
+    now_ns: int = 0
+    texts: list[str] = []
+    processes: list[_Process] | None = None
+    devices: dict[str, Any] = {}
+    verdict: str | None = None
+    level: str = ""
+    change: str = ""
+    end: str | None = None
+
+
+@dataclass(slots=True)
+class TimelineSlice:
+    """Something that a process did. Times are nanoseconds since the epoch, on the clock of the supervisor's host."""
+
+    track: str
+    """The row in which it is shown: `stages`, `waits of MainThread`, `collectives of fsdp`."""
+    name: str
+    began_ns: int
+    ended_ns: int
+    details: dict[str, Any] = field(default_factory=dict)
+    unfinished: bool = False
+    """Whether it had not ended when the process was read last."""
+
+
+@dataclass(slots=True)
+class TimelineCall:
+    """A call of a collective, or a message, by one process."""
+
+    slice: TimelineSlice
+    key: tuple[str, int, int]
+    """Communicator, number of the call, and how many calls of that number the process had made on it before (after a
+    communicator was created again): equal for the calls of all members."""
+    operation: str
+    size: int
+    """Members of the communicator."""
+    nbytes: int | None
+    """Bytes of the tensors that the call was given; None if they are not recorded."""
+    blocking: bool
+    """Whether the call returned when its data was there; otherwise it returned when the operation was issued."""
+    p2p: bool
+
+
+@dataclass(slots=True)
+class TimelineProcess:
+    """What one process did."""
+
+    host: str
+    name: str
+    role: str
+    rank: int
+    pid: int
+    slices: list[TimelineSlice] = field(default_factory=list)
+    calls: list[TimelineCall] = field(default_factory=list)
+    counters: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Samples of each counter: time and value."""
+    lost: int = 0
+    """Spans and calls that were overwritten before they were read."""
+
+
+@dataclass(slots=True)
+class TimelineNote:
+    """A verdict that the supervisor published."""
+
+    at_ns: int
+    level: str
+    text: str
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The contents of one or several captures."""
+
+    processes: list[TimelineProcess] = field(default_factory=list)
+    notes: list[TimelineNote] = field(default_factory=list)
+    devices: dict[str, dict[str, list[tuple[int, float]]]] = field(default_factory=dict)
+    """Samples of GPUs, by host and name: time and value."""
+    unreadable: int = 0
+    """Lines that are no lines of a capture."""
+
+
+def capture_files(folder: Path) -> list[Path]:
+    """The captures in the folder of a run, in one of incidents, or in an incident; or the file itself, if it is one.
+    Oldest first."""
+    if folder.is_file():
+        return [folder]
+    if (folder / INCIDENT_CAPTURE).is_file():
+        return [folder / INCIDENT_CAPTURE]
+    incidents = list_incidents(folder / USUAL_FOLDER) or list_incidents(folder)
+    found = [each / INCIDENT_CAPTURE for each in incidents if (each / INCIDENT_CAPTURE).is_file()]
+    return [*found, *sorted((folder / CAPTURES_FOLDER).glob("*.jsonl"))]
+
+
+def has_ended(file: Path) -> bool:
+    """Whether a capture is complete."""
+    try:
+        with file.open("rb") as content:
+            content.seek(max(0, file.stat().st_size - 4096))
+            last = content.read().rstrip(b"\n").rpartition(b"\n")[2]
+        return msgspec.json.decode(last, type=_Line).end is not None
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return False
+
+
+def read_timeline(files: Iterable[Path]) -> Timeline:
+    """Reads captures. What is in several of them is taken once.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is no capture.
+    """
+    reader = _TimelineReader()
+    for file in files:
+        reader.read(file)
+    return reader.finish()
+
+
+@dataclass(slots=True)
+class _OpenProcess:
+    """What is known of a process while captures are read."""
+
+    process: TimelineProcess
+    spans: set[tuple[str, int, int]] = field(default_factory=set)
+    calls: dict[tuple[str, int, int], TimelineCall] = field(default_factory=dict)
+    """By communicator, number of the call, and when it began."""
+    repeats: dict[tuple[str, int], int] = field(default_factory=dict)
+    last: tuple[_Process, int, int] | None = None
+    """The newest answer, when it was given, and how far its clock is behind."""
+
+
+class _TimelineReader:
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str, int], _OpenProcess] = {}
+        self._found = Timeline()
+
+    def read(self, file: Path) -> None:
+        lines = _lines(file)
+        header = next(lines, None)
+        if header is None or header.lockstep_timeline != FORMAT:
+            raise ValueError(
+                f"{file} is no capture of a timeline: give a run's folder, or a file of its folder timeline"
+            )
+        to_wall = int(header.wall * 1e9) - header.at_ns
+        answers = list[_Line]()
+        for line in lines:
+            if line is None:
+                self._found.unreadable += 1
+            elif line.processes is not None:
+                answers.append(line)
+            elif line.verdict is not None and line.change != "withdrawn":
+                self._found.notes.append(TimelineNote(line.at_ns + to_wall, line.level, line.verdict))
+        # The newest offset of a host is the most exact one, and one for all keeps the order of events.
+        offsets = {line.host: line.offset_ns for line in answers}
+        for line in answers:
+            self._add(line, to_wall - offsets[line.host], header.since_ns + to_wall)
+
+    def finish(self) -> Timeline:
+        for each in self._open.values():
+            _add_open_slices(each)
+            each.process.slices += [call.slice for call in each.calls.values()]
+            each.process.calls = list(each.calls.values())
+            self._found.processes.append(each.process)
+        return self._found
+
+    def _add(self, line: _Line, shift: int, since_ns: int) -> None:
+        now = line.now_ns + shift
+        for name, value in _device_figures(line.devices):
+            self._found.devices.setdefault(line.host, {}).setdefault(name, []).append((now, value))
+        for read in line.processes or ():
+            key = line.host, read.name, read.pid
+            if key not in self._open:
+                made = TimelineProcess(line.host, read.name, read.role, read.rank, read.pid)
+                self._open[key] = _OpenProcess(made)
+            known = self._open[key]
+            known.process.lost += read.lost
+            known.last = read, now, shift
+            for name, (value, _) in read.counters.items():
+                known.process.counters.setdefault(name, []).append((now, value))
+            for span in read.spans:
+                _add_span(known, span, shift, since_ns)
+            for communicator in read.communicators:
+                _add_calls(known, communicator, line.texts, shift, since_ns, now)
+
+
+def _lines(file: Path) -> Iterator[_Line | None]:
+    """The lines of a file; None for one that cannot be read. A last line that is not complete is left out."""
+    with file.open("rb") as content:
+        while raw := content.readline(MAX_LINE_BYTES):
+            if raw.endswith(b"\n"):
+                try:
+                    yield msgspec.json.decode(raw, type=_Line)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    yield None
+
+
+def _add_span(known: _OpenProcess, span: tuple[int, str, int, int, int, str], shift: int, since_ns: int) -> None:
+    kind, name, began, ended, amount, thread = span
+    if (name, began, ended) in known.spans or ended + shift < since_ns:
+        return
+    known.spans.add((name, began, ended))
+    details: dict[str, Any] = {}
+    if amount:
+        details["tokens" if kind == SpanKind.REQUEST else "bytes"] = amount
+    known.process.slices.append(TimelineSlice(_track(kind, thread), name, began + shift, ended + shift, details))
+
+
+def _track(kind: int, thread: str) -> str:
+    match kind:
+        case SpanKind.STAGE:
+            return "stages"
+        case SpanKind.WAIT:
+            return f"waits of {thread}"
+        case SpanKind.UNIT:
+            return "micro-batches"
+        case SpanKind.REQUEST:
+            return "requests"
+        case SpanKind.WEIGHTS:
+            return "weight sync"
+    return f"spans of kind {kind}"
+
+
+def _add_open_slices(known: _OpenProcess) -> None:
+    """Adds the stage and the waits in which the process was when it was read last."""
+    if known.last is None:
+        return
+    read, now, shift = known.last
+    name, since = read.stage
+    found = [(name, _track(SpanKind.STAGE, ""), since)] if name else []
+    found += [(text, _track(SpanKind.WAIT, thread), began) for text, thread, began in read.waits]
+    for text, track, began in found:
+        known.process.slices.append(TimelineSlice(track, text, began + shift, now, unfinished=True))
+
+
+def _add_calls(
+    known: _OpenProcess, communicator: _Communicator, texts: list[str], shift: int, since_ns: int, now: int
+) -> None:
+    for number, issued, *positions, entered, left, flags, peer in communicator.calls:
+        if left and left + shift < since_ns:
+            continue
+        began, ended = int(entered or 0), int(left or 0)
+        before = known.calls.get((communicator.id, number, began))
+        if before is not None:
+            if before.slice.unfinished:
+                before.slice.unfinished, before.slice.ended_ns = not ended, (ended + shift) if ended else now
+            continue
+        operation, shapes, dtype, site, stage, module = (_text(texts, each) for each in positions)
+        bits, name = int(flags or 0), operation or "unknown operation"
+        details: dict[str, Any] = {"communicator": communicator.name, "call": number, "members": communicator.size}
+        cut = sum(len(each.encode()) for each in (operation, dtype, module, shapes)) >= _CUT_TEXT
+        nbytes = None if cut else tensor_bytes(shapes, dtype)
+        shown = {
+            "bytes": nbytes, "shapes": shapes, "dtype": dtype, "call site": site, "stage": stage, "module": module,
+            "peer": peer, "asynchronous": bool(bits & ASYNCHRONOUS) or None, "failed": bool(bits & FAILED) or None,
+            "refused": bool(bits & REFUSED) or None,
+        }  # fmt: skip
+        details |= {key: value for key, value in shown.items() if value not in (None, "")}
+        track, p2p = f"collectives of {communicator.name}", bool(bits & P2P)
+        made = TimelineSlice(track, name, began + shift, ended + shift if ended else now, details, not ended)
+        repeat = known.repeats.get((communicator.id, -1 if p2p else issued), 0)
+        known.repeats[communicator.id, -1 if p2p else issued] = repeat + 1
+        known.calls[communicator.id, number, began] = TimelineCall(
+            made, (communicator.id, issued, repeat), operation, communicator.size, nbytes,
+            bool(ended) and not bits & (ASYNCHRONOUS | FAILED | REFUSED), p2p,
+        )  # fmt: skip
+
+
+def _text(texts: list[str], position: int | None) -> str:
+    return texts[position] if position is not None and 0 <= position < len(texts) else ""
+
+
+def tensor_bytes(shapes: str, dtype: str) -> int | None:
+    """The bytes of tensors whose shapes are written as `[4, 2], [3]`; None if there are no shapes, or several types."""
+    size = _BYTES.get(dtype)
+    if size is None or not shapes.endswith("]"):
+        return None
+    total = 0
+    for match in _LIST.finditer(shapes):
+        elements = 1
+        for each in match[1].split(","):
+            elements *= int(each) if each.strip() else 1
+        total += elements
+    return total * size
+
+
+def _device_figures(devices: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    found = devices.get("devices")
+    for number, each in enumerate(found if isinstance(found, list) else []):
+        sample = each.get("sample") if isinstance(each, dict) else None
+        if isinstance(sample, dict):
+            index = sample.get("index", number)
+            for name, label in (("busy", "busy %"), ("memory_busy", "memory busy %"), ("power_w", "W")):
+                if isinstance(value := sample.get(name), int | float):
+                    yield f"GPU {index} {label}", float(value)

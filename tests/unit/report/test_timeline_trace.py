@@ -1,0 +1,210 @@
+"""The trace of a timeline: one clock, joined collectives with bandwidths, rows without overlaps, hostile text kept."""
+
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.report.timeline_capture_reader import capture_files, has_ended, read_timeline, tensor_bytes
+from lockstep.report.timeline_trace import build_trace, bus_bytes, write_trace
+from lockstep.watch.agent.timeline_follower import ASYNCHRONOUS
+from lockstep.watch.beacon.span_ring import SpanKind
+
+MS = 1_000_000
+HEADER = {"lockstep_timeline": 1, "run": "r", "at_ns": 0, "wall": 1_700_000_000.0, "since_ns": 0}
+END = {"end": "complete", "at_ns": 0}
+
+
+def call(number: int, entered: int, left: int, flags: int = 0, issued: int | None = None) -> list[Any]:
+    return [number, issued or number, 0, 1, 2, 3, 4, 5, entered, left, flags, None]
+
+
+def process(rank: int, calls: list[list[Any]] | None = None, **more: Any) -> dict[str, Any]:
+    communicator = {"id": "0b", "name": "fsdp", "size": 2, "rank": rank, "on_device": False, "calls": calls or []}
+    return {
+        "name": f"policy-{rank}", "role": "policy", "rank": rank, "pid": 100 + rank, "stage": ["", 0], "waits": [],
+        "counters": {}, "spans": [], "communicators": [communicator] if calls else [], "lost": 0,
+    } | more  # fmt: skip
+
+
+def answer(host: str, *processes: dict[str, Any], now: int = 100 * MS, offset: int = 0, **more: Any) -> dict[str, Any]:
+    texts = ["all_reduce", "[1000, 250]", "float32", "/a/train.py:31 in f", "train", ""]
+    return {"host": host, "offset_ns": offset, "now_ns": now, "texts": texts, "processes": list(processes)} | more
+
+
+def written(folder: Path, *lines: dict[str, Any], name: str = "1.jsonl") -> Path:
+    file = folder / "timeline" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def trace_of(*files: Path) -> dict[str, Any]:
+    return build_trace(read_timeline(files))[0]
+
+
+def slices(trace: dict[str, Any], category: str) -> list[dict[str, Any]]:
+    return [each for each in trace["traceEvents"] if each["ph"] == "X" and each["cat"] == category]
+
+
+def test_hosts_are_on_one_clock_and_a_collective_has_its_bandwidth(tmp_path: Path) -> None:
+    """Host b's clock is 5 ms ahead. Rank 1 enters last; then a megabyte is reduced in 2 ms."""
+    ahead = 5 * MS
+    file = written(
+        tmp_path, HEADER, answer("a", process(0, [call(1, 10 * MS, 32 * MS)])),
+        answer("b", process(1, [call(1, 30 * MS + ahead, 32 * MS + ahead)]), offset=ahead), END,
+    )  # fmt: skip
+    trace = trace_of(file)
+    first, second = sorted(slices(trace, "collectives"), key=lambda each: each["ts"])
+    assert (first["ts"], first["dur"], second["ts"], second["dur"]) == (0.0, 22_000.0, 20_000.0, 2_000.0)
+    assert first["args"]["bytes"] == 1_000_000 and first["args"]["call site"] == "/a/train.py:31 in f"
+    assert first["args"]["waited for the last member (us)"] == 20_000.0
+    assert first["args"]["bus bandwidth (GB/s)"] == second["args"]["bus bandwidth (GB/s)"] == 0.5
+    start, end = (each for each in trace["traceEvents"] if each["ph"] in "sf")
+    assert (start["pid"], end["pid"], start["ts"], end["ts"]) == (second["pid"], first["pid"], 20_000.0, 20_000.0)
+    assert end["bp"] == "e" and start["id"] == end["id"]
+    assert trace["otherData"]["began"] == pytest.approx(1_700_000_000.01)
+
+
+def test_an_asynchronous_call_has_no_bandwidth(tmp_path: Path) -> None:
+    calls = [[call(1, 10 * MS, 11 * MS, ASYNCHRONOUS)], [call(1, 12 * MS, 13 * MS)]]
+    trace = trace_of(written(tmp_path, HEADER, answer("a", process(0, calls[0]), process(1, calls[1]))))
+    for each in slices(trace, "collectives"):
+        assert "bus bandwidth (GB/s)" not in each["args"]
+
+
+def test_a_call_that_returns_later_is_one_slice(tmp_path: Path) -> None:
+    read = [
+        answer("a", process(0, [call(1, 10 * MS, left)]), now=now) for left, now in ((0, 20 * MS), (50 * MS, 60 * MS))
+    ]
+    (only,) = slices(trace_of(written(tmp_path, HEADER, *read)), "collectives")
+    assert (only["dur"], "unfinished" in only["args"]) == (40_000.0, False)
+    (still,) = slices(trace_of(written(tmp_path, HEADER, read[0], name="2.jsonl")), "collectives")
+    assert (still["dur"], still["args"]["unfinished"]) == (10_000.0, True)
+
+
+def test_overlapping_requests_get_rows_of_their_own(tmp_path: Path) -> None:
+    spans = [[SpanKind.REQUEST, f"r{n}", n * MS, (n + 3) * MS, 7, ""] for n in range(1, 7)]
+    trace = trace_of(written(tmp_path, HEADER, answer("a", process(0, spans=spans))))
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for each in slices(trace, "requests"):
+        rows.setdefault(each["tid"], []).append(each)
+        assert each["args"] == {"tokens": 7}
+    assert len(rows) == 3 and all(len(row) == 2 for row in rows.values())
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert names == {"requests", "requests (2)", "requests (3)"}
+
+
+def test_stages_waits_and_counters_that_go_on_are_shown(tmp_path: Path) -> None:
+    read = [
+        answer("a", process(0, stage=["train", 1 * MS], waits=[["x (future): y", "MainThread", 2 * MS]],
+                            counters={"tokens": [tokens, None], "step": [3, 8]}), now=now)
+        for tokens, now in ((100, 500 * MS), (300, 1500 * MS))
+    ]  # fmt: skip
+    trace = trace_of(written(tmp_path, HEADER, *read))
+    (stage,), (wait,) = slices(trace, "stages"), slices(trace, "waits")
+    assert (stage["name"], stage["dur"], stage["args"]) == ("train", 1_499_000.0, {"unfinished": True})
+    assert wait["name"] == "x (future): y"
+    values = [(e["name"], e["args"]["value"]) for e in trace["traceEvents"] if e["ph"] == "C"]
+    assert ("tokens/s", 200.0) in values and ("step", 3.0) in values
+
+
+def test_what_two_captures_have_is_shown_once(tmp_path: Path) -> None:
+    one = answer("a", process(0, [call(1, 10 * MS, 20 * MS)], spans=[[SpanKind.STAGE, "train", 1, 2 * MS, 0, ""]]))
+    files = [written(tmp_path, HEADER, one, END), written(tmp_path, HEADER, one, END, name="2.jsonl")]
+    trace = trace_of(*files)
+    assert (len(slices(trace, "collectives")), len(slices(trace, "stages"))) == (1, 1)
+
+
+def test_verdicts_and_gpus_are_shown(tmp_path: Path) -> None:
+    devices = {"devices": [{"sample": {"index": 3, "busy": 98, "power_w": 612.5}}]}
+    note = {"verdict": "policy-1 has not entered", "level": "confirmed", "change": "told", "at_ns": 50 * MS}
+    gone = note | {"change": "withdrawn"}
+    trace = trace_of(written(tmp_path, HEADER, answer("a", devices=devices), note, gone, END))
+    (instant,) = [each for each in trace["traceEvents"] if each["ph"] == "i"]
+    assert (instant["s"], instant["name"]) == ("g", "confirmed: policy-1 has not entered")
+    assert {each["name"] for each in trace["traceEvents"] if each["ph"] == "C"} == {"GPU 3 busy %", "GPU 3 W"}
+
+
+def test_a_capture_that_was_cut_or_damaged_is_read_as_far_as_possible(tmp_path: Path) -> None:
+    file = written(tmp_path, HEADER, answer("a", process(0, [call(1, 10 * MS, 20 * MS)])))
+    assert not has_ended(file)
+    with file.open("ab") as content:
+        content.write(b'{"host": 7}\n\xff\xfe\n' + b"[" * 100_000 + b'\n{"host": "a", "proc')
+    trace = trace_of(file)
+    assert len(slices(trace, "collectives")) == 1 and trace["otherData"]["unreadable lines"] == 3
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(ValueError, match=r"other\.jsonl is no capture"):
+        read_timeline([tmp_path / "other.jsonl"])
+
+
+def test_hostile_text_and_times_make_a_valid_trace(tmp_path: Path) -> None:
+    evil = '"},{"ph":"X","name":"<script>\x00\u2028'
+    spans = [[99, evil, 2**62, 1, -5, evil], [SpanKind.STAGE, evil * 50, 5, 3, 0, ""]]
+    calls = [call(1, 7, 3), [2, 2, 99, -1, 2, 3, 4, 5, 10, 20, 255, None]]
+    path = tmp_path / "out.json.gz"
+    write_trace(
+        read_timeline([written(tmp_path, HEADER, answer(evil, process(0, calls, spans=spans, name=evil)))]), path
+    )
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert all(each.get("dur", 0) >= 0 and each.get("ts", 0) >= 0 for each in events)
+    assert any(evil in str(each["args"].get("name")) for each in events if each["ph"] == "M")
+
+
+def test_the_captures_of_a_run_and_of_its_incidents_are_found(tmp_path: Path) -> None:
+    incident = tmp_path / "incidents" / "20261127-1-absent"
+    incident.mkdir(parents=True)
+    (incident / "verdict.json").write_text("{}")
+    (incident / "capture.jsonl").write_text(json.dumps(HEADER) + "\n")
+    file = written(tmp_path, HEADER, END)
+    assert has_ended(file)
+    assert capture_files(tmp_path) == [incident / "capture.jsonl", file]
+    assert capture_files(incident) == capture_files(incident.parent) == [incident / "capture.jsonl"]
+    assert capture_files(file) == [file]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "size"),
+    [
+        ("[4, 2], [3]", "float32", 44), ("[]", "int64", 8), ("[0]", "bool", 0), ("[2]", "float32, int64", None),
+        ("", "float32", None), ("[7], [", "float32", None), ("[3]", "bfloat16", 6),
+    ],
+)  # fmt: skip
+def test_the_bytes_of_tensors(shapes: str, dtype: str, size: int | None) -> None:
+    assert tensor_bytes(shapes, dtype) == size
+
+
+@pytest.mark.parametrize(
+    ("operation", "moved"),
+    [
+        ("all_reduce", 150.0), ("all_gather_into_tensor", 300.0), ("reduce_scatter_tensor", 75.0), ("broadcast", 100.0),
+        ("all_gather", 75.0), ("barrier", None),
+    ],
+)  # fmt: skip
+def test_the_bytes_on_the_bus(operation: str, moved: float | None) -> None:
+    """As nccl-tests' PERFORMANCE.md counts them, for 100 bytes and four members."""
+    assert bus_bytes(operation, 100, 4) == moved
+
+
+BINARY = os.environ.get("PERFETTO_TRACE_PROCESSOR") or shutil.which("trace_processor_shell")
+
+
+@pytest.mark.skipif(BINARY is None, reason="PERFETTO_TRACE_PROCESSOR names no trace_processor_shell")
+def test_perfetto_reads_the_trace(tmp_path: Path) -> None:
+    perfetto = pytest.importorskip("perfetto.trace_processor")
+    calls = [[call(1, 10 * MS, 32 * MS)], [call(1, 30 * MS, 32 * MS)]]
+    spans = [[SpanKind.STAGE, "train", 1 * MS, 40 * MS, 0, ""]]
+    file = written(tmp_path, HEADER, answer("a", process(0, calls[0], spans=spans), process(1, calls[1])), END)
+    write_trace(read_timeline([file]), tmp_path / "trace.json.gz")
+    settings = perfetto.TraceProcessorConfig(bin_path=BINARY)
+    with perfetto.TraceProcessor(trace=str(tmp_path / "trace.json.gz"), config=settings) as opened:
+        found = [(each.name, each.dur) for each in opened.query("select name, dur from slice order by ts, name")]
+        assert found == [("train", 39 * MS), ("all_reduce", 22 * MS), ("all_reduce", 2 * MS)]
+        (flows,) = opened.query("select count(*) as n from flow")
+        assert flows.n == 1
+        (problems,) = opened.query("select ifnull(sum(value), 0) as n from stats where severity = 'error'")
+        assert problems.n == 0
