@@ -147,7 +147,7 @@ JOBS = (
         LOOP,
         "rendezvous_incomplete",
         "export MASTER_ADDR=127.0.0.1 MASTER_PORT=$PORT WORLD_SIZE=2\n"
-        "for i in 0 1; do RANK=1 timeout 60 python -u ranker.py --timeout 8 > out/proc$i.log 2>&1 & done; wait",
+        "for i in 0 1; do RANK=1 timeout 200 python -u ranker.py --timeout 8 > out/proc$i.log 2>&1 & done; wait",
         None,
         also=("master_unreachable", "config_error"),
         fix="Both processes have rank 1, so nobody is the master.",
