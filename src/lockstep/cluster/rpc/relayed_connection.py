@@ -90,14 +90,17 @@ class CallRelayLink:
 
     def _settle_calls(self, channels: list[int], ids: list[int], payloads: list[memoryview]) -> None:
         """Hands results to the calls that wait for them, and acknowledges them with the next message."""
+        if not len(channels) == len(ids) == len(payloads) or not ids:
+            raise ValueError(f"{len(channels)} channels, {len(ids)} ids and {len(payloads)} results in a relayed frame")
         now = time.monotonic()
         call = None
         if ids.count(ids[0]) == len(ids) and channels[0] in self.channels:
             call = self.channels[channels[0]][1].node.calls.take_complete(ids[0], channels)
         if call is not None:
             workers = call.workers
-            if channels != call.channels:
-                workers = [self.channels[channel][1] for channel in channels]
+            if channels != call.channels:  # the channel of a worker may be closed here already
+                by_channel = dict(zip(call.channels, workers, strict=True))
+                workers = [by_channel[channel] for channel in channels]
             _settle(call, workers, payloads, now)
         else:
             self._settle_some(channels, ids, payloads, now)

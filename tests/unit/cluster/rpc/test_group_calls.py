@@ -23,7 +23,7 @@ from lockstep.cluster.rpc.futures import (
     wait_for_calls,
 )
 from lockstep.cluster.rpc.group_calls import Scattered, submit_all
-from lockstep.cluster.rpc.relay_messages import cut_columns
+from lockstep.cluster.rpc.relay_messages import RelayedResults, cut_columns, pack_relayed
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import CallMessage, FailureMessage, ResultMessage, ResumeMessage, pack_message
@@ -143,6 +143,32 @@ def test_results_in_one_message_belong_to_their_workers_in_any_order() -> None:
     assert gather_results(calls, "sums") == [7, 9, 11] and not any(
         node.workers[0].node.calls.of(each) for each in workers
     )
+
+
+def test_results_of_a_worker_whose_connection_is_closed_meanwhile_count() -> None:
+    nodes, workers = two_nodes((0, 1, 2), ())
+    calls = submit_all(workers, Adder.add, Scattered(columns(3), (1,)))
+    node = nodes[0]
+    node.relay.flush = lambda: None  # type: ignore[method-assign]
+    for rank in (1, 2, 0):
+        node.answer(rank)
+    del node.relay.flush  # type: ignore[method-assign]
+    node.link.channels.pop(node.channels[2])  # as `RelayedConnection.close` does
+    workers[2].link = None
+    node.relay.flush()
+    assert gather_results(calls, "sums") == [7, 9, 11]
+
+
+def test_a_malformed_frame_of_results_is_refused() -> None:
+    nodes, workers = two_nodes((0, 1), ())
+    submit_all(workers, Adder.add, Scattered(columns(2), (1,)))
+    for message in (
+        RelayedResults([], [], []),
+        RelayedResults([1, 2], [1], [0, 0]),
+        RelayedResults([1, 2], [1, 1], [0]),
+    ):
+        with pytest.raises(ValueError, match="relayed frame"):
+            nodes[0].link.handle_frame(bytearray(b"".join(pack_relayed(message))), nodes[0]._accept)
 
 
 def test_answers_are_handed_over_as_they_come_and_a_failure_comes_alone() -> None:
