@@ -11,7 +11,7 @@ import typer
 from lockstep.cli.terminal import FAILED, REFUSED, show_refusal
 
 if TYPE_CHECKING:
-    from lockstep.doctor.judge.log_diagnosis import Explanation
+    from lockstep.doctor.output.job_answer import JobAnswer
 
 
 def command(
@@ -81,48 +81,46 @@ def command(
     if not paths:
         show_refusal(ValueError("nothing to explain: give PATH... or --config FILE"))
         raise typer.Exit(REFUSED)
-    from lockstep.doctor.judge.log_diagnosis import explain
-
-    try:
-        explained = explain(paths, rules or (), ranks=ranks, world_size=world_size)
-    except (ValueError, OSError) as error:
-        show_refusal(error)
-        raise typer.Exit(REFUSED) from error
+    answer = _answer(paths, rules or [], ranks, world_size)
     if html is not None:
-        from lockstep.doctor.output.explanation import explanation_page
+        from lockstep.doctor.output.answer_page import answer_page
 
         try:
-            html.write_text(explanation_page(explained), encoding="utf-8")
+            html.write_text(answer_page(answer), encoding="utf-8")
         except OSError as error:
             show_refusal(error)
             raise typer.Exit(REFUSED) from error
     if as_json:
-        typer.echo(json.dumps(explained.verdict.json(), indent=2))
+        typer.echo(json.dumps(answer.json(), indent=2))
     else:
-        _show(explained)
-        _show_environment_findings(paths)
+        _show(answer)
 
 
-def _show(explained: "Explanation") -> None:
-    """Prints the first verdict in full, and each further verdict of the given incidents in one line."""
-    from lockstep.doctor.output.explanation import render_explanation, render_verdict
+def _answer(paths: list[str], rules: list[Path], ranks: str | None, world_size: int | None) -> "JobAnswer":
+    """Reads and judges, with progress on standard error. Exits if there is nothing to read, or a file is damaged."""
+    from lockstep.doctor.output.job_answer import answer_job
+    from lockstep.doctor.output.reading_progress import ReadingProgress
+    from lockstep.ledger.errors import LedgerError
+
+    try:
+        with ReadingProgress() as progress:
+            return answer_job(paths, rules, ranks=ranks, world_size=world_size, progress=progress)
+    except (ValueError, OSError, LedgerError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+
+
+def _show(answer: "JobAnswer") -> None:
+    """Prints the answer, and in one line each: further recorded verdicts, findings about the environment."""
+    from lockstep.doctor.output.explanation import render_answer
     from lockstep.report.safe_console import SafeConsole
     from lockstep.watch.supervisor.incident import verdict_headline
 
     console = SafeConsole()
-    console.print(render_verdict(explained.verdict) if explained.recorded else render_explanation(explained))
-    for verdict in explained.recorded[1:]:
+    console.print(render_answer(answer))
+    for verdict in answer.further:
         console.print(f"also: {verdict.kind}: {verdict_headline(verdict)}", style="dim", markup=False)
-
-
-def _show_environment_findings(paths: list[str]) -> None:
-    """Prints the findings about the environment variables of the newest given incident."""
-    from lockstep.doctor.environment.incident_environment import incident_finding_lines, newest_incident
-    from lockstep.report.safe_console import SafeConsole
-
-    folder = newest_incident(paths)
-    console = SafeConsole()
-    for each in incident_finding_lines(folder) if folder is not None else ():
+    for each in answer.environment:
         console.print(f"environment: {each}", style="yellow", markup=False)
 
 
