@@ -215,7 +215,7 @@ def _write_files(answer: JobAnswer, folder: Path, target: Path, redactor: Redact
 def _redactor_of(answer: JobAnswer) -> Redactor:
     """Returns a redactor that knows the hosts of the job, and the name of the run."""
     hosts = {each.host for each in answer.verdict.culprits}
-    for log in answer.logs:
+    for log in answer.logs if answer.run is None else ():  # the logs of our runs are named after workers, not hosts
         hosts |= _hosts_of(log)
     runs = {answer.run.name, Path(answer.run.folder).absolute().name} if answer.run is not None else set()
     return Redactor((each for each in hosts if _HOST_FORM.fullmatch(each or "")), (each for each in runs if each))

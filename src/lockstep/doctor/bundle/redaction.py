@@ -181,7 +181,8 @@ class Redactor:
         """Hides the value of a variable, key or option whose name says that it is a secret."""
         name, between = found["name"] or found["option"], found["between"] or found["space"]
         value = found["value"]
-        if not is_secret_name(name.replace("-", "_")) or value.lower() in _PLAIN_VALUES or HIDDEN in found[0]:
+        hidden = value.startswith(HIDDEN[:-1])
+        if not is_secret_name(name.replace("-", "_")) or value.lower() in _PLAIN_VALUES or hidden:
             return found[0]
         if re.fullmatch(r"[\d.]+", value) or value.startswith(("-", "<|")):
             return found[0]

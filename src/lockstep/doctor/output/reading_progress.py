@@ -40,7 +40,7 @@ class ReadingProgress:
                 self._open_bar(files)
             if self._bar is not None:
                 self._bar.update(self._task, completed=done, description=f"reading logs, {size / 1e6:,.0f} MB")
-        elif now - self._shown >= _LINE_S:
+        elif now - self._shown >= _LINE_S and done < files:
             self._shown = now
             took = format_duration(now - self._began)
             sys.stderr.write(f"read {done:,} of {count_noun(files, 'file')}, {size / 1e6:,.0f} MB, in {took}\n")

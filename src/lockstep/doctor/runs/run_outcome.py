@@ -160,8 +160,7 @@ def _results(file: Path) -> dict[str, str]:
 
 def run_title(record: RunRecord) -> str:
     """Says in one line how the run ended: `The run finished: 12 of 12 steps, 1 incident, recovered`."""
-    of = f" of {record.wanted:,}" if record.wanted is not None else ""
-    steps = f"{record.done:,}{of} steps"
+    steps = _steps(record)
     title = {
         RunState.FINISHED: f"The run finished: {steps}",
         RunState.RUNNING: f"The run is in progress: {steps} done",
@@ -200,11 +199,18 @@ def judge_run(record: RunRecord, logs: Verdict | None) -> Verdict:
     )
 
 
+def _steps(record: RunRecord) -> str:
+    """`12 of 40 steps`."""
+    if record.wanted is None:
+        return count_noun(record.done, "step")
+    return f"{record.done:,} of {count_noun(record.wanted, 'step')}"
+
+
 def _sentences(record: RunRecord) -> list[str]:
     of = f" of {record.wanted:,}" if record.wanted is not None else ""
     said = {
-        RunState.FINISHED: f"All went as planned: {record.done:,}{of} steps are done and committed.",
-        RunState.RUNNING: f"{record.done:,}{of} steps are done; step {record.done + 1:,} is in progress.",
+        RunState.FINISHED: f"All went as planned: {_steps(record)} done and committed.",
+        RunState.RUNNING: f"{_steps(record)} done; step {record.done + 1:,} is in progress.",
         RunState.INTERRUPTED: f"Ctrl-C or SIGTERM stopped the run after step {record.done:,}{of}; nothing failed.",
         RunState.FAILED: f"Step {record.done + 1:,}{of} failed: {_failure(record)}.",
         RunState.KILLED: "No process on this host has the run, and its ledger records no end: something stopped its "
