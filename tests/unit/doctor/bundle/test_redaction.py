@@ -64,6 +64,7 @@ def test_no_secret_survives(name: str, around: str) -> None:
         "torch==2.6.0 nvidia-cudnn-cu12==9.1.0.70 NCCL version 2.21.5.1 driver 535.104.5.12",
         'File "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252, in all_reduce',
         "http://127.0.0.1:29500 0.0.0.0 ::1 172.17.0.1 https://huggingface.co/docs https://pytorch.org/docs",
+        '"PWD": "[hidden]", "WANDB_API_KEY": "[hidden]"',
         "srun: error: node-3: task 7: Exited with exit code 1",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has 79.15 GiB",
     ],
