@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.base.secure_html import with_strict_policy
-from lockstep.doctor.judge.log_diagnosis import explain
-from lockstep.doctor.output.explanation import explanation_page
+from lockstep.doctor.output.answer_page import answer_page
+from lockstep.doctor.output.job_answer import answer_job
 from lockstep.ledger import CompletionSample, Ledger
 from lockstep.report.html_report import render_html
 
@@ -49,7 +49,7 @@ def hostile_explanation(folder: Path) -> str:
     steps = "".join(f"step {at} loss 1.0\n" for at in range(20))
     traceback = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    x\nKeyError: '
     log.write_text(f"{steps}{traceback}{EVIL!r}\n")
-    return explanation_page(explain([str(log)]))
+    return answer_page(answer_job([str(log)]))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_browser_runs_nothing_that_slips_through(name: str, pages: dict[str, s
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser")
 def test_a_browser_shows_the_report_as_without_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_policy = hostile_run(tmp_path / "run")
-    monkeypatch.setattr("lockstep.report.html_report.with_strict_policy", lambda page: page)
+    monkeypatch.setattr("lockstep.report.html_report.with_strict_policy", lambda page, pictures=False: page)
     shutil.rmtree(tmp_path / "run")
     without = hostile_run(tmp_path / "run")
     footer = re.compile(r"<footer>.*?</footer>|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\+\d+\.\d s", re.DOTALL)

@@ -11,7 +11,7 @@ import typer
 from lockstep.cli.terminal import FAILED, REFUSED, show_refusal
 
 if TYPE_CHECKING:
-    from lockstep.doctor.judge.log_diagnosis import Explanation
+    from lockstep.doctor.output.job_answer import JobAnswer
 
 
 def command(
@@ -46,6 +46,35 @@ def command(
         int | None,
         typer.Option(min=1, metavar="N", help="Number of ranks of the job; taken from the dumps by default."),
     ] = None,
+    redact: Annotated[
+        Path | None,
+        typer.Option(
+            "--redact",
+            metavar="BUNDLE",
+            help="Also write a bundle for a bug report, a folder or BUNDLE.zip: the files without hosts, addresses, "
+            "users, paths, run names and secrets.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --redact: replace an earlier bundle; nothing else is replaced.")
+    ] = False,
+    share_case: Annotated[
+        Path | None,
+        typer.Option(
+            "--share-case",
+            metavar="FOLDER",
+            help="Also add the redacted files to a corpus of cases (truth.json, jobs/ID), with the verdict's class as "
+            "a proposal.",
+        ),
+    ] = None,
+    cause: Annotated[
+        str | None,
+        typer.Option("--class", metavar="CLASS", help="With --share-case: the class that you confirm."),
+    ] = None,
+    culprits: Annotated[
+        list[str] | None,
+        typer.Option("--culprit", metavar="NAME", help="With --share-case: a culprit, `rank:3` or a host. Repeatable."),
+    ] = None,
     configs: Annotated[
         list[Path] | None,
         typer.Option(
@@ -70,6 +99,10 @@ def command(
 
         kubectl logs trainer-0 | lockstep explain -
 
+        lockstep explain runs/sort-grpo --html answer.html
+
+        lockstep explain logs/ --redact bundle.zip
+
         lockstep explain --config train.sh --config zero3.json --gpu-memory 80
     """
     if configs:
@@ -81,48 +114,75 @@ def command(
     if not paths:
         show_refusal(ValueError("nothing to explain: give PATH... or --config FILE"))
         raise typer.Exit(REFUSED)
-    from lockstep.doctor.judge.log_diagnosis import explain
-
-    try:
-        explained = explain(paths, rules or (), ranks=ranks, world_size=world_size)
-    except (ValueError, OSError) as error:
-        show_refusal(error)
-        raise typer.Exit(REFUSED) from error
+    if (cause or culprits) and share_case is None:
+        show_refusal(ValueError("--class and --culprit belong to --share-case FOLDER"))
+        raise typer.Exit(REFUSED)
+    answer = _answer(paths, rules or [], ranks, world_size)
     if html is not None:
-        from lockstep.doctor.output.explanation import explanation_page
+        from lockstep.doctor.output.answer_page import answer_page
 
         try:
-            html.write_text(explanation_page(explained), encoding="utf-8")
+            html.write_text(answer_page(answer), encoding="utf-8")
         except OSError as error:
             show_refusal(error)
             raise typer.Exit(REFUSED) from error
     if as_json:
-        typer.echo(json.dumps(explained.verdict.json(), indent=2))
+        typer.echo(json.dumps(answer.json(), indent=2))
     else:
-        _show(explained)
-        _show_environment_findings(paths)
+        _show(answer)
+    if redact is not None or share_case is not None:
+        _write_redacted(answer, redact, share_case, force, cause, culprits or [])
 
 
-def _show(explained: "Explanation") -> None:
-    """Prints the first verdict in full, and each further verdict of the given incidents in one line."""
-    from lockstep.doctor.output.explanation import render_explanation, render_verdict
+def _write_redacted(
+    answer: "JobAnswer", bundle: Path | None, corpus: Path | None, force: bool, cause: str | None, culprits: list[str]
+) -> None:
+    """Writes the bundle and the case, and says on standard error what is in them. Exits if one is refused."""
+    from lockstep.doctor.bundle.case_bundle import share_case, write_bundle
+    from lockstep.report.safe_console import SafeConsole
+
+    console = SafeConsole(stderr=True, soft_wrap=True)
+    try:
+        if bundle is not None:
+            written = write_bundle(answer, bundle, force=force)
+            for line in written.lines:
+                console.print(line, markup=False)
+        if corpus is not None:
+            name, written = share_case(answer, corpus, cause=cause, culprits=culprits)
+            for line in written.lines:
+                console.print(line, markup=False)
+            unconfirmed = "" if cause else "; confirm its class: give --class, or edit truth.json"
+            console.print(f"added as jobs/{name}{unconfirmed}", markup=False)
+    except (ValueError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+
+
+def _answer(paths: list[str], rules: list[Path], ranks: str | None, world_size: int | None) -> "JobAnswer":
+    """Reads and judges, with progress on standard error. Exits if there is nothing to read, or a file is damaged."""
+    from lockstep.doctor.output.job_answer import answer_job
+    from lockstep.doctor.output.reading_progress import ReadingProgress
+    from lockstep.ledger.errors import LedgerError
+
+    try:
+        with ReadingProgress() as progress:
+            return answer_job(paths, rules, ranks=ranks, world_size=world_size, progress=progress)
+    except (ValueError, OSError, LedgerError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+
+
+def _show(answer: "JobAnswer") -> None:
+    """Prints the answer, and in one line each: further recorded verdicts, findings about the environment."""
+    from lockstep.doctor.output.explanation import render_answer
     from lockstep.report.safe_console import SafeConsole
     from lockstep.watch.supervisor.incident import verdict_headline
 
     console = SafeConsole()
-    console.print(render_verdict(explained.verdict) if explained.recorded else render_explanation(explained))
-    for verdict in explained.recorded[1:]:
+    console.print(render_answer(answer))
+    for verdict in answer.further:
         console.print(f"also: {verdict.kind}: {verdict_headline(verdict)}", style="dim", markup=False)
-
-
-def _show_environment_findings(paths: list[str]) -> None:
-    """Prints the findings about the environment variables of the newest given incident."""
-    from lockstep.doctor.environment.incident_environment import incident_finding_lines, newest_incident
-    from lockstep.report.safe_console import SafeConsole
-
-    folder = newest_incident(paths)
-    console = SafeConsole()
-    for each in incident_finding_lines(folder) if folder is not None else ():
+    for each in answer.environment:
         console.print(f"environment: {each}", style="yellow", markup=False)
 
 

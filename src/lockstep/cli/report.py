@@ -13,8 +13,8 @@ def command(run: Annotated[Path, typer.Argument(help="Folder of the run, which m
     require_extra("train", "lockstep report")
     from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.ledger import Ledger
+    from lockstep.ledger.run_incidents import incidents_of
     from lockstep.report.html_report import write_report
-    from lockstep.report.run_incidents import incidents_of
     from lockstep.report.safe_console import SafeConsole
 
     console, notes = SafeConsole(soft_wrap=True), SafeConsole(stderr=True, soft_wrap=True)

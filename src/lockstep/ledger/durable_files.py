@@ -111,7 +111,7 @@ class RunLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES) and not force:
-                pid, host = self._holder()
+                pid, host = _read_holder(self._file)
                 self._file.close()
                 raise RunIsActive(path.parent, pid, host) from None
             log.warning("no lock on %s (%s): only the generation in the ledger excludes other processes", path, error)
@@ -124,10 +124,31 @@ class RunLock:
         """Releases the lock. Idempotent."""
         self._file.close()
 
-    def _holder(self) -> tuple[int | None, str | None]:
-        self._file.seek(0)
-        try:
-            holder = parse_json(self._file.read(4096), "the lock")
-            return int(holder["pid"]), str(holder["host"])
-        except (ValueError, KeyError, TypeError):
-            return None, None
+
+def lock_holder(path: Path) -> int | None:
+    """Returns the pid of the process on this host that has the lock of a run; None if no process on this host has it.
+
+    Does not write. A lock whose file names no living process of this host is not touched, so that a run that starts at
+    this moment gets it.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            pid, host = _read_holder(file)
+            if pid is None or host != socket.gethostname() or not Path(f"/proc/{pid}").exists():
+                return None
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return pid if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    except OSError:
+        pass
+    return None
+
+
+def _read_holder(file: IO[str]) -> tuple[int | None, str | None]:
+    file.seek(0)
+    try:
+        holder = parse_json(file.read(4096), "the lock")
+        return int(holder["pid"]), str(holder["host"])
+    except (ValueError, KeyError, TypeError):
+        return None, None

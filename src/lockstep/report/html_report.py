@@ -17,16 +17,16 @@ from lockstep.base.secure_html import with_strict_policy
 from lockstep.base.text import format_duration
 from lockstep.ledger import CommitRow, CompletionSample, EvaluationRow, EventRow, Ledger, MetricsRow
 from lockstep.ledger.durable_files import replace_file
-from lockstep.report.charts import Chart, ChartMark, DrawnChart, draw_chart
-from lockstep.report.device_rows import device_rows, device_spread
-from lockstep.report.live_console import format_number
-from lockstep.report.run_incidents import (
+from lockstep.ledger.run_incidents import (
     Incident,
     IncidentMoment,
     environment_findings,
     incidents_of,
     incidents_summary,
 )
+from lockstep.report.charts import Chart, ChartMark, DrawnChart, draw_chart
+from lockstep.report.device_rows import device_rows, device_spread
+from lockstep.report.live_console import format_number
 from lockstep.report.run_summary import (
     EXACT_MATCH,
     HELD_OUT_REWARD,

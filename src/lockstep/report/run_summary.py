@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.ledger import EvaluationRow, Ledger, MetricsRow
 from lockstep.ledger.durable_files import replace_file
-from lockstep.report.run_incidents import incidents_of
+from lockstep.ledger.run_incidents import incidents_of
 
 EXACT_MATCH, HELD_OUT_REWARD = "eval/exact_match", "eval/reward_mean"
 PARENT_EVENT = "parent"

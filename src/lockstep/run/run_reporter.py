@@ -18,12 +18,12 @@ from lockstep.base.wait_state import WaitRecord
 from lockstep.config.run_config import RunConfig
 from lockstep.data.samples import Rollouts
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.run_incidents import incidents_of, incidents_summary
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.ledger.step_samples import choose_samples
 from lockstep.report.completion_samples import shortened_sample
 from lockstep.report.live_console import LiveConsole, beacon_activity
 from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
-from lockstep.report.run_incidents import incidents_of, incidents_summary
 from lockstep.report.run_summary import package_versions, write_summary
 from lockstep.report.warning_handler import WarningHandler
 from lockstep.run.errors import Interrupted

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,12 +106,17 @@ def explain(
 
 
 def read_job(
-    paths: Sequence[str], rules: KnowledgeBase, *, ranks: str | None = None, world_size: int | None = None
+    paths: Sequence[str],
+    rules: KnowledgeBase,
+    *,
+    ranks: str | None = None,
+    world_size: int | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
 ) -> JobRecord:
-    """Reads the files of a job, with the arguments of `explain`."""
+    """Reads the files of a job, with the arguments of `explain` and of `parse_logs`."""
     found = collect_sources(list(paths))
     prior = prior_verdicts.read_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
-    return JobRecord(parse_logs(found, rules), prior, found.gaps)
+    return JobRecord(parse_logs(found, rules, progress), prior, found.gaps)
 
 
 def judge_job(job: JobRecord, rules: KnowledgeBase) -> Explanation:

@@ -371,12 +371,22 @@ def _with_rank(origin: LineOrigin, rank: int | None) -> LineOrigin:
     return origin if rank is None else replace(origin, rank=rank, rank_is_label=False)
 
 
-def parse_logs(found: CollectedSources, rules: KnowledgeBase) -> list[ParsedLog]:
-    """Parses all sources, aligns their clocks and assigns missing years."""
+def parse_logs(
+    found: CollectedSources, rules: KnowledgeBase, progress: Callable[[int, int, int], None] | None = None
+) -> list[ParsedLog]:
+    """Parses all sources, aligns their clocks and assigns missing years.
+
+    Args:
+        progress: Called after each source with the sources read, their number, and the bytes read.
+    """
     prefilter = Prefilter([*rules.by_literal, *TRACEBACK_STARTS, *EXCEPTION_MARKS])
-    many = len(found.sources)
-    logs = [LogParser(rules, prefilter, source.name, number, many).read(split_pages(blocks))
-                for number, (source, blocks) in enumerate(open_streams(found.sources, found.gaps))]  # fmt: skip
+    many, size = len(found.sources), 0
+    logs = []
+    for number, (source, blocks) in enumerate(open_streams(found.sources, found.gaps)):
+        logs.append(LogParser(rules, prefilter, source.name, number, many).read(split_pages(blocks)))
+        size += source.size
+        if progress is not None:
+            progress(number + 1, many, size)
     assign_years(logs)
     old = earlier_attempts(logs)
     align_clocks([each for each in logs if each.source not in old])

@@ -25,6 +25,7 @@ from typing import IO, Any
 
 from lockstep.base import waits
 from lockstep.base.wait_state import WaitTimeout
+from lockstep.doctor.logs.issue_text import log_blocks
 
 MAX_ZIP_BYTES = 256 << 20
 """Limit for a zip file inside another archive. It is held in memory, because its directory is at its end."""
@@ -146,7 +147,7 @@ MAX_NESTING = 2
 """Maximum depth of archives within archives."""
 _SKIPPED = re.compile(
     r"\.(?:py|pyc|so|pt|pth|safetensors|bin|npz?|parquet|arrow|ckpt|png|jpe?g|pdf|whl|mp4|ipynb|svg|gif|o|a|db|sqlite"
-    r"|tfevents[^/]*)$|(?:^|/)(?:\.git|__pycache__|node_modules|\.venv)/|events\.out\.tfevents"
+    r"|tfevents[^/]*)$|(?:^|/)(?:\.git|__pycache__|node_modules|\.venv)/|events\.out\.tfevents|(?:^|/)bundle\.json$"
 )
 _PACKED = re.compile(r"\.(?:gz|xz|bz2|zst|lzma|tgz|tbz2|txz)$")
 
@@ -326,7 +327,7 @@ def open_streams(sources: Sequence[LogSource], gaps: list[str]) -> Iterator[tupl
     for (path, packed), group in groupby(sources, key=lambda each: (each.path, bool(each.inside))):
         if path is None or not packed:
             for each in group:
-                yield each, _note_errors(each, gaps, _read_whole(each, gaps))
+                yield each, log_blocks(each.name, _note_errors(each, gaps, _read_whole(each, gaps)))
             continue
         try:
             with path.open("rb") as raw:
@@ -382,7 +383,8 @@ def _read_archive(
         try:
             with closing(opened()) as stream:
                 if len(same[0].inside) == depth + 1:
-                    yield same[0], _note_errors(same[0], gaps, _read_bounded(decompressed(stream), same[0], gaps))
+                    blocks = _read_bounded(decompressed(stream), same[0], gaps)
+                    yield same[0], log_blocks(same[0].name, _note_errors(same[0], gaps, blocks))
                 else:
                     yield from _read_archive(stream, member, same, depth + 1, gaps)
         except ARCHIVE_ERRORS as error:

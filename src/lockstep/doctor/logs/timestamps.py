@@ -4,6 +4,7 @@ import calendar
 import re
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 
 _MONTHS = {
     name: at
@@ -113,6 +114,11 @@ def move_to_year(at: float, year: int) -> float:
     return calendar.timegm((year, *date[1:6], 0, 0, 0)) + at % 1.0
 
 
+@lru_cache(maxsize=64)
+def _midnight(year: int, month: int, day: int) -> int:
+    return calendar.timegm((year, month, day, 0, 0, 0, 0, 0, 0))
+
+
 def _seconds_since_epoch(found: re.Match[str], year: int, month: int) -> float | None:
     day, fraction = int(found["day"]), found["f"] if "f" in found.re.groupindex else None
     if not (1 <= month <= 12 and 1 <= day <= 31):
@@ -120,7 +126,7 @@ def _seconds_since_epoch(found: re.Match[str], year: int, month: int) -> float |
     hours, minutes = int(found["h"]), int(found["m"])
     half = found["half"] if "half" in found.re.groupindex else None
     hours = hours % 12 + 12 * (half == "PM") if half else hours
-    at = calendar.timegm((year, month, day, hours, minutes, int(found["s"]), 0, 0, 0))
+    at = _midnight(year, month, day) + 3600 * hours + 60 * minutes + int(found["s"])
     zone = found["zone"] if "zone" in found.re.groupindex else None
     if zone and zone != "Z":
         sign = -1 if zone[0] == "-" else 1

@@ -18,7 +18,7 @@ from lockstep.cluster.protocol import Worker
 from lockstep.cluster.worker_failures import WorkerFailure
 from lockstep.config.fault_tolerance import RecoveryConfig as Config
 from lockstep.ledger.ledger import Ledger
-from lockstep.report.run_incidents import RECOVERY_EVENT
+from lockstep.ledger.run_incidents import RECOVERY_EVENT
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.restart_policy import FewerRanks, RestartWorkers, StopRun, decide_recovery
 

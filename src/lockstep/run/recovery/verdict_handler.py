@@ -9,8 +9,8 @@ from pathlib import Path
 from lockstep.base.text import format_duration
 from lockstep.doctor.environment import incident_environment
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.run_incidents import STALL_EVENT
 from lockstep.report.live_console import LiveConsole
-from lockstep.report.run_incidents import STALL_EVENT
 from lockstep.watch.diagnosis.verdict import MIN_ACTION_CONFIDENCE
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 

@@ -1,6 +1,6 @@
 """A verdict (what is wrong, which processes are the culprits, with what confidence and evidence) and its JSON form."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -208,16 +208,3 @@ def _fact_json(fact: Fact) -> dict[str, Any]:
     if fact.file:
         return {"file": fact.file, "line": fact.line, "text": fact.text}
     return {"source": fact.source, "text": fact.text}
-
-
-def labeled_rows(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields a row (name, text) for each text; only the first row has the name."""
-    for at, text in enumerate(texts):
-        yield name if at == 0 else "", text
-
-
-def advice_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """Yields rows with a verdict's alternatives, fix and next steps."""
-    yield from labeled_rows("alternatives", [f"{each.what} ({each.confidence:.2f})" for each in verdict.alternatives])
-    yield from labeled_rows("fix", [verdict.fix] if verdict.fix else [])
-    yield from labeled_rows("next steps", verdict.collect)

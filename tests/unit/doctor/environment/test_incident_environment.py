@@ -14,7 +14,7 @@ from lockstep.doctor.environment.incident_environment import (
     newest_incident,
     write_incident_findings,
 )
-from lockstep.report.run_incidents import environment_findings
+from lockstep.ledger.run_incidents import environment_findings
 from lockstep.watch.diagnosis.verdict import Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.supervisor.incident import IncidentContents, write_incident
 

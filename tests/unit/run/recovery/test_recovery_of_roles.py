@@ -15,7 +15,7 @@ from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.fault_tolerance import RecoveryConfig
 from lockstep.config.trainer import CheckpointConfig, TrainerConfig
 from lockstep.ledger.ledger import Ledger
-from lockstep.report.run_incidents import RECOVERY_EVENT
+from lockstep.ledger.run_incidents import RECOVERY_EVENT
 from lockstep.run.checkpoint_manager import CheckpointManager
 from lockstep.run.devices.device_turns import DeviceTurns
 from lockstep.run.errors import GaveUp

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.run_incidents import STALL_EVENT
 from lockstep.report.live_console import LiveConsole
-from lockstep.report.run_incidents import STALL_EVENT
 from lockstep.run.recovery.verdict_handler import VerdictHandler, format_event, seconds_waited, should_act_on
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict, VerdictKind, VerdictLevel
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent

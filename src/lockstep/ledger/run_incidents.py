@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lockstep.base.json_text import read_json
 from lockstep.base.text import count_noun, format_duration
 from lockstep.config.roles import planned_name
-from lockstep.ledger import EventRow
+from lockstep.ledger.sqlite_index import EventRow
 
 STALL_EVENT = "stall"
 """The ledger's event kind for the supervisor's reports."""

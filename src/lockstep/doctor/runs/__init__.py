@@ -1,0 +1,1 @@
+"""What a run folder of Lockstep records about its run."""
