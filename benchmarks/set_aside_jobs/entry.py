@@ -22,7 +22,7 @@ class Entry:
     """train, scale or lightning."""
     host: str = "gpu-node-07"
     home: str = "/home/user/project"
-    limit_s: int = 240
+    limit_s: int = 300
 
     def truth(self) -> dict[str, Any]:
         """Returns the entry of `truth.json`."""

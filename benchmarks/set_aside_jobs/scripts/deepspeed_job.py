@@ -66,7 +66,7 @@ def metric_groups(rank, swap):
 def main():
     options = argparse.ArgumentParser()
     for name, default in {
-        "local_rank": 0, "stage": 2, "steps": 40, "width": 32, "eval_every": 0, "save_every": 0, "timeout": 25,
+        "local_rank": 0, "stage": 2, "steps": 40, "width": 32, "eval_every": 0, "save_every": 0, "timeout": 60,
         "train_batch": 0, "shard_rows": 512, "heavy_rows": 0, "leave_at": 0, "limit_mb": 0,
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)

@@ -104,7 +104,7 @@ class Progress(Callback):
 def main():
     options = argparse.ArgumentParser()
     for name, default in {
-        "rows": 256, "batch": 16, "workers": 0, "epochs": 2, "fewer_rows": 0, "devices": 2, "print_every": 0, "timeout": 25
+        "rows": 256, "batch": 16, "workers": 0, "epochs": 2, "fewer_rows": 0, "devices": 2, "print_every": 0, "timeout": 60
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)
     for name in ("bad_row", "kill_worker_at", "spike_at", "log_of_zero"):
