@@ -34,7 +34,7 @@ ENTRIES = [
     ),
     _entry(
         "lightning-export-barrier", "rank_divergent_branch", "python train.py --export --epochs 3 --print_every 4",
-        culprit=(0,), alt=((1,),), also_ok=("checkpoint_timeout",),
+        culprit=(0,), alt=((1,), (0, 1)), also_ok=("checkpoint_timeout",),
     ),
     _entry(
         "lightning-lasting-nan", "nan_or_inf",
@@ -46,7 +46,7 @@ ENTRIES = [
     ),
     _entry(
         "lightning-short-checkpoint", "storage_fault",
-        "python train.py --epochs 2 --rows 64 > /dev/null 2>&1; f=checkpoints/$(ls checkpoints | tail -1); "
+        "python train.py --devices 1 --epochs 2 --rows 64 > /dev/null 2>&1; f=checkpoints/$(ls checkpoints | tail -1); "
         "truncate -s 5000 $f; python train.py --resume $f --epochs 4 --print_every 2", culprit=None,
     ),
     _entry(
@@ -57,6 +57,7 @@ ENTRIES = [
     _entry(
         "lightning-fewer-rows", "uneven_data",
         "python train.py --own_sampler --fewer_rows 64 --epochs 3 --print_every 3 --rows 192", culprit=(0,),
+        also_ok=("rank_divergent_branch",),
     ),
     _entry(
         "lightning-interrupted", "external_kill",

@@ -84,7 +84,7 @@ def main():
     if args.limit_mb and rank == 1:
         resource.setrlimit(resource.RLIMIT_AS, (args.limit_mb << 20, args.limit_mb << 20))
     shard = read_shard(rank, [args.shard_rows, args.heavy_rows or args.shard_rows])
-    config = {**CONFIG, "zero_optimization": {"stage": args.stage}, "bf16": {"enabled": True}}
+    config = {**CONFIG, "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": True}}
     if args.train_batch:
         config["train_batch_size"] = args.train_batch
     model = Net(args.width)

@@ -59,6 +59,7 @@ def main():
     options.add_argument("--signal", help="RANK:SECONDS:SIGNAL sent from outside")
     options.add_argument("command", nargs=argparse.REMAINDER)
     args = options.parse_args()
+    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
     port = str(20000 + os.getpid() % 9000)
     ranks, threads = [], []
     for rank in range(args.n):
