@@ -94,7 +94,11 @@ def run(entry: Entry, work: Path) -> None:
 def neutral(text: str, entry: Entry, work: Path) -> str:
     """Returns what a job printed without paths, names and addresses of the machine that it ran on."""
     site, name = "/opt/venv/lib/python3.11/site-packages", socket.gethostname()
-    pairs = [(str(work / "project"), entry.home), (str(work / "out"), f"{entry.home}/logs"), (str(work / "tmp"), "/tmp")]
+    pairs = [
+        (str(work / "project"), entry.home),
+        (str(work / "out"), f"{entry.home}/logs"),
+        (str(work / "tmp"), "/tmp"),
+    ]
     pairs += [(str(each), "/opt/venv") for each in (VENVS["scale"], VENVS["train"], VENVS["lightning"])]
     pairs += [(str(REPOSITORY / "src"), site), (str(REPOSITORY), "/opt/lockstep"), (name, entry.host)]
     addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()

@@ -2,7 +2,10 @@
 
 from benchmarks.set_aside_jobs.entry import Entry
 
-_MODEL = "lockstep tiny $PWD/models/qwen-nano > /dev/null 2>&1; export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind; "
+_MODEL = (
+    "lockstep tiny $PWD/models/qwen-nano > /dev/null 2>&1; "
+    "export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind; "
+)
 _OFFLINE = _MODEL + "cp $S/vllm_offline.py generate.py; python generate.py models/qwen-nano "
 _CLIENT = _MODEL + "cp $S/vllm_client.py client.py; "
 _SERVE = "vllm serve models/qwen-nano --port {port} --max-model-len 128 --enforce-eager --dtype float32 "
@@ -13,7 +16,12 @@ def _entry(name: str, cls: str, script: str, **about: object) -> Entry:
 
 
 def _served(port: int, client: str, stop: str = "kill -TERM $v; wait $v", serve: str = "") -> str:
-    return _CLIENT + _SERVE.format(port=port) + serve + f" & v=$!; python client.py --port {port} --kill $v {client}; {stop}; :"
+    return (
+        _CLIENT
+        + _SERVE.format(port=port)
+        + serve
+        + f" & v=$!; python client.py --port {port} --kill $v {client}; {stop}; :"
+    )
 
 
 ENTRIES = [
@@ -21,32 +29,56 @@ ENTRIES = [
     _entry("vllm-server-stopped", "benign", _served(28131, "--requests 8 > $OUT/client.log 2>&1"), host="infer-2"),
     _entry("vllm-server-refuses-long", "benign", _served(28132, "--requests 12 --long_every 4"), host="infer-2"),
     _entry(
-        "vllm-client-waits-for-start", "benign",
+        "vllm-client-waits-for-start",
+        "benign",
         _CLIENT + "(" + _SERVE.format(port=28133) + " > $OUT/server.log 2>&1) & "
-        "python client.py --port 28133 --requests 10; kill -TERM $(pgrep -P $! -f 'vllm serve'); wait; :", host="infer-2",
-    ),
-    _entry("vllm-no-such-model", "config_error", _OFFLINE.replace("models/qwen-nano ", "models/qwen-nano-v2 "),
-           also_ok=("storage_fault", "remote_service_timeout", "vllm_engine_failure")),
-    _entry(
-        "vllm-port-taken", "port_in_use",
-        _MODEL + "python -m http.server 28134 > /dev/null 2>&1 & h=$!; " + _SERVE.format(port=28134) + "; kill $h", host="infer-5",
+        "python client.py --port 28133 --requests 10; kill -TERM $(pgrep -P $! -f 'vllm serve'); wait; :",
+        host="infer-2",
     ),
     _entry(
-        "vllm-engine-killed", "vllm_engine_failure", _served(28135, "--requests 9 --kill_at 4 --timeout 40"),
-        also_ok=("external_kill", "host_oom"), host="infer-5",
+        "vllm-no-such-model",
+        "config_error",
+        _OFFLINE.replace("models/qwen-nano ", "models/qwen-nano-v2 "),
+        also_ok=("storage_fault", "remote_service_timeout", "vllm_engine_failure"),
     ),
     _entry(
-        "vllm-engine-frozen", "vllm_engine_failure",
+        "vllm-port-taken",
+        "port_in_use",
+        _MODEL + "python -m http.server 28134 > /dev/null 2>&1 & h=$!; " + _SERVE.format(port=28134) + "; kill $h",
+        host="infer-5",
+    ),
+    _entry(
+        "vllm-engine-killed",
+        "vllm_engine_failure",
+        _served(28135, "--requests 9 --kill_at 4 --timeout 40"),
+        also_ok=("external_kill", "host_oom"),
+        host="infer-5",
+    ),
+    _entry(
+        "vllm-engine-frozen",
+        "vllm_engine_failure",
         _served(28136, "--requests 9 --freeze_at 3 --timeout 25", stop="kill -9 $v $(pgrep -P $v); wait $v"),
-        also_ok=("remote_service_timeout",), sufficiency="hint",
+        also_ok=("remote_service_timeout",),
+        sufficiency="hint",
     ),
     _entry("vllm-prompts-too-long", "config_error", _OFFLINE + "--repeat 40", home="/home/pia/gen"),
-    _entry("vllm-cache-too-small", "config_error", _OFFLINE.replace(
-        "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_KVCACHE_SPACE=1").replace("qwen-nano >", "qwen-nano --max-length 9000000 >")
-        + "--engine '{\"max_model_len\": 9000000}'", also_ok=("vllm_engine_failure",)),
+    _entry(
+        "vllm-cache-too-small",
+        "config_error",
+        _OFFLINE.replace("qwen-nano >", "qwen-nano --max-length 9000000 >") + "--engine '{\"max_model_len\": 9000000}'",
+        also_ok=("vllm_engine_failure",),
+    ),
     _entry("vllm-foreign-tokens", "config_error", _OFFLINE + "--ids 12 14 151643 9", also_ok=("version_mismatch",)),
-    _entry("vllm-tensor-parallel", "config_error", _OFFLINE + "--engine '{\"tensor_parallel_size\": 3}'",
-           also_ok=("vllm_engine_failure",)),
-    _entry("vllm-shard-cut", "storage_fault", _OFFLINE.replace(
-        "cp $S", "truncate -s 100000 models/qwen-nano/model.safetensors; cp $S"), also_ok=("vllm_engine_failure",)),
+    _entry(
+        "vllm-tensor-parallel",
+        "config_error",
+        _OFFLINE + "--engine '{\"tensor_parallel_size\": 3}'",
+        also_ok=("vllm_engine_failure",),
+    ),
+    _entry(
+        "vllm-shard-cut",
+        "storage_fault",
+        _OFFLINE.replace("cp $S", "truncate -s 100000 models/qwen-nano/model.safetensors; cp $S"),
+        also_ok=("vllm_engine_failure",),
+    ),
 ]

@@ -66,8 +66,18 @@ def metric_groups(rank, swap):
 def main():
     options = argparse.ArgumentParser()
     for name, default in {
-        "local_rank": 0, "stage": 2, "steps": 40, "width": 32, "eval_every": 0, "save_every": 0, "timeout": 60,
-        "train_batch": 0, "shard_rows": 512, "heavy_rows": 0, "leave_at": 0, "limit_mb": 0,
+        "local_rank": 0,
+        "stage": 2,
+        "steps": 40,
+        "width": 32,
+        "eval_every": 0,
+        "save_every": 0,
+        "timeout": 60,
+        "train_batch": 0,
+        "shard_rows": 512,
+        "heavy_rows": 0,
+        "leave_at": 0,
+        "limit_mb": 0,
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)
     options.add_argument("--eval_batches", type=int, nargs=2, default=(6, 6))
@@ -84,7 +94,11 @@ def main():
     if args.limit_mb and rank == 1:
         resource.setrlimit(resource.RLIMIT_AS, (args.limit_mb << 20, args.limit_mb << 20))
     shard = read_shard(rank, [args.shard_rows, args.heavy_rows or args.shard_rows])
-    config = {**CONFIG, "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": True}}
+    config = {
+        **CONFIG,
+        "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": True},
+    }
     if args.train_batch:
         config["train_batch_size"] = args.train_batch
     model = Net(args.width)
@@ -99,7 +113,7 @@ def main():
     first, second = metric_groups(rank, args.swap_groups)
     pair = dist.new_group([0, 1] if rank == 0 else [1]) if args.pair_group else None
     for step in range(start, args.steps):
-        for micro in range(2):
+        for _ in range(2):
             index = torch.randint(len(shard), (4,))
             features = shard[index].to(torch.bfloat16)
             loss = nn.functional.mse_loss(engine(features).float(), shard[index].sum(1))
@@ -118,7 +132,8 @@ def main():
             if pair:
                 dist.all_reduce(norm, group=pair)
             if rank == 0:
-                print(f"step {step + 1}/{args.steps} loss {shown.flatten()[0].item() / 2:.4f} grad_norm {norm[0].item() / 2:.3f}", flush=True)
+                shown_loss, shown_norm = shown.flatten()[0].item() / 2, norm[0].item() / 2
+                print(f"step {step + 1}/{args.steps} loss {shown_loss:.4f} grad_norm {shown_norm:.3f}", flush=True)
         if args.leave_at and step == args.leave_at and rank == 1:
             print("[rank 1] shard exhausted, nothing left to do", flush=True)
             dist.destroy_process_group()

@@ -35,7 +35,10 @@ def main():
             worst = 255
             continue
         one = subprocess.Popen(
-            ["bash", "-c", re.sub("%n", str(number), command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            ["bash", "-c", re.sub("%n", str(number), command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         threads = [
             threading.Thread(target=show, args=(host, pipe, target))

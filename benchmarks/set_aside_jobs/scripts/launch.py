@@ -1,4 +1,4 @@
-"""Starts copies of a command and prints their lines as mpirun, docker compose, `kubectl logs --prefix` or srun would."""
+"""Starts copies of a command and prints their lines as mpirun, docker compose, kubectl or srun would."""
 
 import argparse
 import json
@@ -28,25 +28,34 @@ def show(style, rank, pipe, stream, stamp):
     for raw in iter(pipe.readline, b""):
         line = raw.decode("utf-8", "replace").rstrip("\n")
         if style == "fluent":
-            record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S.") + f"{time.time() % 1:.6f}"[2:8] + "Z", "stream": stream}
-            line = json.dumps({**record, "kubernetes": {"pod_name": f"{stamp}-{rank}", "host": f"ip-10-3-{rank}-18"}, "log": line})
+            record = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%S.") + f"{time.time() % 1:.6f}"[2:8] + "Z",
+                "stream": stream,
+            }
+            line = json.dumps(
+                {**record, "kubernetes": {"pod_name": f"{stamp}-{rank}", "host": f"ip-10-3-{rank}-18"}, "log": line}
+            )
         else:
             line = prefix(style, rank, stream, stamp) + line
         with LOCK:
             print(line, flush=True)
 
 
-def end(style, rank, code, stamp):
+def end(style, rank, code, pid):
+    rule, node = "-" * 74, os.environ.get("NODE", "c2-14")
     if style == "compose":
         print(f"trainer-{rank} exited with code {code if code >= 0 else 128 - code}", flush=True)
-    if style == "mpi" and code:
-        rule = "-" * 74
-        if code < 0:
-            print(f"{rule}\nmpirun noticed that process rank {rank} with PID {stamp} on node {os.environ.get('NODE', 'c2-14')} exited on signal {-code} ({signal.strsignal(-code)}).\n{rule}", flush=True)
-        else:
-            print(f"{rule}\nPrimary job  terminated normally, but 1 process returned\na non-zero exit code. Per user-direction, the job has been aborted.\n{rule}\n{rule}\nmpirun detected that one or more processes exited with non-zero status, thus causing\nthe job to be terminated. The first process to do so was:\n\n  Process name: [[41734,1],{rank}]\n  Exit code:    {code}\n{rule}", flush=True)
+    if style == "mpi" and code < 0:
+        how = f"exited on signal {-code} ({signal.strsignal(-code)})"
+        print(rule, f"mpirun noticed that process rank {rank} with PID {pid} on node {node} {how}.", rule, sep="\n")
+    if style == "mpi" and code > 0:
+        print(rule, "Primary job  terminated normally, but 1 process returned", sep="\n")
+        print("a non-zero exit code. Per user-direction, the job has been aborted.", rule, rule, sep="\n")
+        print("mpirun detected that one or more processes exited with non-zero status, thus causing")
+        print("the job to be terminated. The first process to do so was:\n")
+        print(f"  Process name: [[41734,1],{rank}]", f"  Exit code:    {code}", rule, sep="\n", flush=True)
     if style == "srun" and code:
-        node, reason = os.environ.get("NODE", "c2-14"), f"Exited with exit code {code}" if code > 0 else signal.strsignal(-code)
+        reason = f"Exited with exit code {code}" if code > 0 else signal.strsignal(-code)
         print(f"srun: error: {node}: task {rank}: {reason}", flush=True)
 
 
@@ -55,7 +64,9 @@ def main():
     options.add_argument("--style", default="mpi")
     options.add_argument("-n", type=int, default=2)
     options.add_argument("--stamp", default="sort-7f9c")
-    options.add_argument("--grace", type=float, default=0.0, help="seconds from the first failure until the rest is killed")
+    options.add_argument(
+        "--grace", type=float, default=0.0, help="seconds from the first failure until the rest is killed"
+    )
     options.add_argument("--signal", help="RANK:SECONDS:SIGNAL sent from outside")
     options.add_argument("command", nargs=argparse.REMAINDER)
     args = options.parse_args()
@@ -63,17 +74,27 @@ def main():
     port = str(20000 + os.getpid() % 9000)
     ranks, threads = [], []
     for rank in range(args.n):
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(args.n), "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": str(rank)}
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(args.n),
+            "MASTER_ADDR": "127.0.0.1",
+            "LOCAL_RANK": str(rank),
+        }
         env.setdefault("MASTER_PORT", port)
         one = subprocess.Popen(args.command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
         for pipe, stream in ((one.stdout, "stdout"), (one.stderr, "stderr")):
             threads.append(threading.Thread(target=show, args=(args.style, rank, pipe, stream, args.stamp)))
             threads[-1].start()
         ranks.append(one)
+
     def stop(*_):
         if args.style == "srun":
-            limit = time.strftime("%Y-%m-%dT%H:%M:%S")
-            print(f"slurmstepd: error: *** STEP {args.stamp}.0 ON {os.environ.get('NODE', 'c2-14')} CANCELLED AT {limit} DUE TO TIME LIMIT ***", flush=True)
+            place, limit = os.environ.get("NODE", "c2-14"), time.strftime("%Y-%m-%dT%H:%M:%S")
+            print(
+                f"slurmstepd: error: *** STEP {args.stamp}.0 ON {place} CANCELLED AT {limit} DUE TO TIME LIMIT ***",
+                flush=True,
+            )
         for each in ranks:
             each.terminate()
 

@@ -98,13 +98,23 @@ class Progress(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if trainer.is_global_zero and trainer.global_step % 5 == 0:
             row = {"ts": time.strftime("%Y-%m-%dT%H:%M:%S"), "level": "info", "step": trainer.global_step}
-            print(json.dumps({**row, "loss": round(outputs["loss"].item(), 4), "epoch": trainer.current_epoch}), flush=True)
+            print(
+                json.dumps({**row, "loss": round(outputs["loss"].item(), 4), "epoch": trainer.current_epoch}),
+                flush=True,
+            )
 
 
 def main():
     options = argparse.ArgumentParser()
     for name, default in {
-        "rows": 256, "batch": 16, "workers": 0, "epochs": 2, "fewer_rows": 0, "devices": 2, "print_every": 0, "timeout": 60
+        "rows": 256,
+        "batch": 16,
+        "workers": 0,
+        "epochs": 2,
+        "fewer_rows": 0,
+        "devices": 2,
+        "print_every": 0,
+        "timeout": 60,
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)
     for name in ("bad_row", "kill_worker_at", "spike_at", "log_of_zero"):
@@ -139,7 +149,9 @@ def main():
         detect_anomaly=bool(args.log_of_zero) and not args.early,
         log_every_n_steps=5,
     )
-    trainer.fit(Classifier(args), Table(args), ckpt_path=args.resume or None, weights_only=False if args.resume else None)
+    trainer.fit(
+        Classifier(args), Table(args), ckpt_path=args.resume or None, weights_only=False if args.resume else None
+    )
     if trainer.is_global_zero:
         print("saved to", Path("checkpoints").resolve(), flush=True)
 

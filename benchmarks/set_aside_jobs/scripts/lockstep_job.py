@@ -1,4 +1,4 @@
-"""Prepares a small project for `lockstep train`, sends a signal to a worker of its run, and copies what the run left."""
+"""Prepares a small project for `lockstep train`, signals its workers, and copies what the run left."""
 
 import json
 import os
@@ -85,11 +85,21 @@ def collect(target):
     run = Path("runs/copy-digit")
     for path in sorted(run.rglob("*")):
         texts = (".log", ".json", ".jsonl", ".yaml", ".md", ".txt")
-        if path.is_file() and path.suffix in texts and path.stat().st_size < 60_000 and "export" not in path.parts and "checkpoints" not in path.parts:
+        if (
+            path.is_file()
+            and path.suffix in texts
+            and path.stat().st_size < 60_000
+            and "export" not in path.parts
+            and "checkpoints" not in path.parts
+        ):
             place = Path(target) / path.relative_to(run.parent)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, place)
 
 
 if __name__ == "__main__":
-    {"prepare": lambda: prepare(sys.argv[2:]), "strike": lambda: strike(*sys.argv[2:]), "collect": lambda: collect(sys.argv[2])}[sys.argv[1]]()
+    {
+        "prepare": lambda: prepare(sys.argv[2:]),
+        "strike": lambda: strike(*sys.argv[2:]),
+        "collect": lambda: collect(sys.argv[2]),
+    }[sys.argv[1]]()

@@ -39,7 +39,9 @@ def set_up_logging(kind):
     if kind == "json":
         handler.setFormatter(JsonLines())
     elif kind == "color":
-        handler.setFormatter(logging.Formatter("\x1b[32m%(asctime)s\x1b[0m \x1b[1m%(levelname)s\x1b[0m r" + str(RANK) + " %(message)s"))
+        handler.setFormatter(
+            logging.Formatter("\x1b[32m%(asctime)s\x1b[0m \x1b[1m%(levelname)s\x1b[0m r" + str(RANK) + " %(message)s")
+        )
     elif kind == "plain":
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:
@@ -60,6 +62,7 @@ def score(url, texts, tries):
             if attempt == tries:
                 raise RuntimeError(f"no rewards from {url} after {tries} attempts") from error
             time.sleep(1.5)
+    raise AssertionError("no tries")
 
 
 def open_shards(folder, count):
@@ -89,12 +92,31 @@ def load(model, path):
 def main():
     options = argparse.ArgumentParser()
     for name, default in {
-        "steps": 30, "timeout": 45, "shards": 0, "nofile": 0, "cpu_seconds": 0, "save_every": 0, "width": 32,
-        "tries": 3, "jump_at": 0, "bad_dtype": -1, "late": 0, "hold_lock": 0, "log_every": 2, "spin_at": 0, "spike_at": 0,
+        "steps": 30,
+        "timeout": 45,
+        "shards": 0,
+        "nofile": 0,
+        "cpu_seconds": 0,
+        "save_every": 0,
+        "width": 32,
+        "tries": 3,
+        "jump_at": 0,
+        "bad_dtype": -1,
+        "late": 0,
+        "hold_lock": 0,
+        "log_every": 2,
+        "spin_at": 0,
+        "spike_at": 0,
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)
     for name, default in {
-        "logs": "text", "reward_url": "", "checkpoint": "", "folder": "run", "lock": "", "metrics_url": "", "root_note": ""
+        "logs": "text",
+        "reward_url": "",
+        "checkpoint": "",
+        "folder": "run",
+        "lock": "",
+        "metrics_url": "",
+        "root_note": "",
     }.items():
         options.add_argument(f"--{name}", default=default)
     options.add_argument("--sleep", type=float, default=0.1)
@@ -135,11 +157,10 @@ def main():
         log.info("preparing dataset cache under %s", args.lock)
         with FileLock(args.lock, timeout=args.hold_lock):
             time.sleep(0.2)
-    clock, offset = time.time, 0.0
+    clock = time.time
     for step in range(start, args.steps):
         if args.jump_at and step == args.jump_at:
-            offset = -5025.0
-            time.time = lambda: clock() + offset  # the host's clock is set back
+            time.time = lambda: clock() - 5025.0  # the host's clock is set back
         if args.noisy and step % 4 == 0:
             warnings.warn(f"torch.get_autocast_gpu_dtype() is deprecated (call {step})", FutureWarning, stacklevel=1)
         if args.bad_dtype >= 0 and step == args.bad_dtype:
@@ -161,7 +182,12 @@ def main():
             fields = {"fields": {"step": step, "loss": round(loss.item(), 4), "tokens": (step + 1) * 4096}}
             log.info("step %d/%d loss %.4f lr %.1e", step, args.steps, loss.item(), 1e-3, extra=fields)
         if args.bar and RANK == 0:
-            print(f"\rtrain: {100 * step // args.steps:3d}%|{'#' * (20 * step // args.steps):20s}| {step}/{args.steps}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\rtrain: {100 * step // args.steps:3d}%|{'#' * (20 * step // args.steps):20s}| {step}/{args.steps}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         if args.save_every and step % args.save_every == args.save_every - 1:
             if RANK == 0:
                 save(model, path, step)

@@ -55,13 +55,21 @@ def run_train(args):
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    config = {"epochs": args.epochs, "sleep": args.sleep, "partitions": write_partitions(Path("parts"), args.bad_partition)}
+    config = {
+        "epochs": args.epochs,
+        "sleep": args.sleep,
+        "partitions": write_partitions(Path("parts"), args.bad_partition),
+    }
     trainer = TorchTrainer(
         train_loop,
         train_loop_config=config,
         torch_config=TorchConfig(backend="gloo", timeout_s=60),
         scaling_config=ScalingConfig(num_workers=2, use_gpu=args.gpu, resources_per_worker={"CPU": args.worker_cpus}),
-        run_config=RunConfig(name="linear", storage_path=os.path.abspath("results"), failure_config=FailureConfig(max_failures=args.failures)),
+        run_config=RunConfig(
+            name="linear",
+            storage_path=str(Path("results").resolve()),
+            failure_config=FailureConfig(max_failures=args.failures),
+        ),
     )
     print(trainer.fit().metrics)
 
@@ -86,8 +94,13 @@ def run_tune(args):
     tuner = tune.Tuner(
         trial,
         param_space=space,
-        tune_config=tune.TuneConfig(metric="loss", mode="min", scheduler=ASHAScheduler(time_attr="step", max_t=8, grace_period=2), max_concurrent_trials=2),
-        run_config=tune.RunConfig(name="sweep", storage_path=os.path.abspath("results")),
+        tune_config=tune.TuneConfig(
+            metric="loss",
+            mode="min",
+            scheduler=ASHAScheduler(time_attr="step", max_t=8, grace_period=2),
+            max_concurrent_trials=2,
+        ),
+        run_config=tune.RunConfig(name="sweep", storage_path=str(Path("results").resolve())),
     )
     results = tuner.fit()
     print("errors:", results.num_errors, "best:", results.get_best_result().config["lr"])
@@ -163,7 +176,8 @@ def run_actors(args):
         if step == args.kill_at:
             os.kill(pids[1], signal.SIGKILL)
         hoards = [0, args.hoard if step == 3 else 0]
-        print(f"step {step}: {ray.get([each.sample.remote(step, args.sleep, h) for each, h in zip(actors, hoards)], timeout=args.patience)}", flush=True)
+        calls = [each.sample.remote(step, args.sleep, hoard) for each, hoard in zip(actors, hoards, strict=True)]
+        print(f"step {step}: {ray.get(calls, timeout=args.patience)}", flush=True)
     print("done")
 
 
@@ -201,8 +215,16 @@ def main():
     options = argparse.ArgumentParser()
     options.add_argument("what")
     for name, default in {
-        "epochs": 5, "worker_cpus": 1, "failures": 0, "gpus": 0, "bundles": 2, "patience": 40, "steps": 8, "kill_at": -1,
-        "hoard": 0, "cpus": 4,
+        "epochs": 5,
+        "worker_cpus": 1,
+        "failures": 0,
+        "gpus": 0,
+        "bundles": 2,
+        "patience": 40,
+        "steps": 8,
+        "kill_at": -1,
+        "hoard": 0,
+        "cpus": 4,
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)
     for name in ("gpu", "bad_partition", "bad_file", "null_row", "lines", "missing", "kill_raylet"):
@@ -215,15 +237,26 @@ def main():
     args = options.parse_args()
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
     os.environ["RAY_TMPDIR"] = folder
-    ray.init(num_cpus=args.cpus, include_dashboard=False, _temp_dir=folder, object_store_memory=120 << 20, _system_config=SYSTEM)
+    ray.init(
+        num_cpus=args.cpus,
+        include_dashboard=False,
+        _temp_dir=folder,
+        object_store_memory=120 << 20,
+        _system_config=SYSTEM,
+    )
     if args.kill_raylet:
         import threading
 
         pid = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
         threading.Timer(12, os.kill, (pid, signal.SIGKILL)).start()
     {
-        "train": run_train, "tune": run_tune, "data": run_data, "group": run_group, "actors": run_actors,
-        "judges": run_judges, "serve": run_serve,
+        "train": run_train,
+        "tune": run_tune,
+        "data": run_data,
+        "group": run_group,
+        "actors": run_actors,
+        "judges": run_judges,
+        "serve": run_serve,
     }[args.what](args)
     ray.shutdown()
 

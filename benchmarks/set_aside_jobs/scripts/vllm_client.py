@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s client: %(message)s", stream=sys.stdout)
 log = logging.getLogger("client")
@@ -37,7 +38,14 @@ def wait_until_up(url, seconds):
 def main():
     options = argparse.ArgumentParser()
     for name, default in {
-        "port": 8000, "requests": 6, "long_every": 0, "stop": 0, "kill": 0, "freeze_at": -1, "kill_at": -1, "wait": 150
+        "port": 8000,
+        "requests": 6,
+        "long_every": 0,
+        "stop": 0,
+        "kill": 0,
+        "freeze_at": -1,
+        "kill_at": -1,
+        "wait": 150,
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)
     options.add_argument("--timeout", type=float, default=30.0)
@@ -54,7 +62,12 @@ def main():
         began = time.monotonic()
         try:
             answer = call(f"{url}/v1/completions", {"model": model, "prompt": prompt, "max_tokens": 16}, args.timeout)
-            log.info("request %d: %d tokens in %.2f s", number, answer["usage"]["completion_tokens"], time.monotonic() - began)
+            log.info(
+                "request %d: %d tokens in %.2f s",
+                number,
+                answer["usage"]["completion_tokens"],
+                time.monotonic() - began,
+            )
         except urllib.error.HTTPError as error:
             log.warning("request %d skipped: HTTP %d %s", number, error.code, error.read().decode()[:300])
             if error.code >= 500:
@@ -67,10 +80,9 @@ def engines(parent):
     """The engine processes below a server."""
     found, todo = [], [parent]
     while todo:
-        with open(f"/proc/{todo[0]}/task/{todo[0]}/children") as file:
-            todo += [int(each) for each in file.read().split()]
-        with open(f"/proc/{todo[0]}/comm") as file:
-            found += [todo[0]] if "EngineCor" in file.read() else []
+        place = Path("/proc") / str(todo[0])
+        todo += [int(each) for each in (place / "task" / str(todo[0]) / "children").read_text().split()]
+        found += [todo[0]] if "EngineCor" in (place / "comm").read_text() else []
         todo.pop(0)
     return found
 
