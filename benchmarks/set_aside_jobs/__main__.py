@@ -107,6 +107,7 @@ def neutral(text: str, entry: Entry, work: Path) -> str:
         text = text.replace(old, new)
     text = re.sub(r"/root/\.pyenv/versions/[\d.]+/lib", "/usr/lib", text)
     text = re.sub(r"/root/\.pyenv/\w+/bin|/root/\.pyenv/versions/[\d.]+/bin", "/usr/bin", text)
+    text = re.sub(r"/tmp/r[a-z0-9_]{8}\b", "/tmp/ray", text)
     return text.replace("/root/", "/home/user/").replace("/root", "/home/user")
 
 

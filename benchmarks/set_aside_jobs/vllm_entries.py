@@ -8,7 +8,10 @@ _MODEL = (
 )
 _OFFLINE = _MODEL + "cp $S/vllm_offline.py generate.py; python generate.py models/qwen-nano "
 _CLIENT = _MODEL + "cp $S/vllm_client.py client.py; "
-_SERVE = "vllm serve models/qwen-nano --port {port} --max-model-len 128 --enforce-eager --dtype float32 "
+_SERVE = (
+    "python -m vllm.entrypoints.openai.api_server --model models/qwen-nano --port {port} --max-model-len 128 "
+    "--enforce-eager --dtype float32 "
+)
 
 
 def _entry(name: str, cls: str, script: str, **about: object) -> Entry:
@@ -31,14 +34,13 @@ ENTRIES = [
     _entry(
         "vllm-client-waits-for-start",
         "benign",
-        _CLIENT + "(" + _SERVE.format(port=28133) + " > $OUT/server.log 2>&1) & "
-        "python client.py --port 28133 --requests 10; kill -TERM $(pgrep -P $! -f 'vllm serve'); wait; :",
+        _served(28133, "--requests 10", serve="> $OUT/server.log 2>&1"),
         host="infer-2",
     ),
     _entry(
         "vllm-no-such-model",
         "config_error",
-        _OFFLINE.replace("models/qwen-nano ", "models/qwen-nano-v2 "),
+        _OFFLINE.replace("generate.py models/qwen-nano", "generate.py models/qwen-nano-v2"),
         also_ok=("storage_fault", "remote_service_timeout", "vllm_engine_failure"),
     ),
     _entry(
@@ -65,7 +67,7 @@ ENTRIES = [
     _entry(
         "vllm-cache-too-small",
         "config_error",
-        _OFFLINE.replace("qwen-nano >", "qwen-nano --max-length 9000000 >") + "--engine '{\"max_model_len\": 9000000}'",
+        _OFFLINE.replace("qwen-nano >", "qwen-nano --max-length 3000000 >") + "--engine '{\"max_model_len\": 3000000}'",
         also_ok=("vllm_engine_failure",),
     ),
     _entry("vllm-foreign-tokens", "config_error", _OFFLINE + "--ids 12 14 151643 9", also_ok=("version_mismatch",)),

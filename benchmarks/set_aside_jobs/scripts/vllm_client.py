@@ -22,9 +22,9 @@ def call(url, body=None, timeout=30.0):
         return json.loads(answer.read() or b"{}")
 
 
-def wait_until_up(url, seconds):
+def wait_until_up(url, seconds, server):
     began = time.monotonic()
-    while time.monotonic() - began < seconds:
+    while time.monotonic() - began < seconds and (not server or Path(f"/proc/{server}").exists()):
         try:
             call(f"{url}/health", timeout=5)
             log.info("server is up after %.0f s", time.monotonic() - began)
@@ -45,13 +45,13 @@ def main():
         "kill": 0,
         "freeze_at": -1,
         "kill_at": -1,
-        "wait": 150,
+        "wait": 200,
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)
     options.add_argument("--timeout", type=float, default=30.0)
     args = options.parse_args()
     url = f"http://127.0.0.1:{args.port}"
-    wait_until_up(url, args.wait)
+    wait_until_up(url, args.wait, args.kill)
     model = call(f"{url}/v1/models")["data"][0]["id"]
     for number in range(args.requests):
         for at, what in ((args.freeze_at, signal.SIGSTOP), (args.kill_at, signal.SIGKILL)):
