@@ -93,18 +93,19 @@ def run(entry: Entry, work: Path) -> None:
 
 def neutral(text: str, entry: Entry, work: Path) -> str:
     """Returns what a job printed without paths, names and addresses of the machine that it ran on."""
-    site, name = "/opt/venv/lib/python3.11/site-packages", socket.gethostname()
+    site = "/opt/venv/lib/python3.11/site-packages"
     pairs = [
         (str(work / "project"), entry.home),
         (str(work / "out"), f"{entry.home}/logs"),
         (str(work / "tmp"), "/tmp"),
     ]
     pairs += [(str(each), "/opt/venv") for each in (VENVS["scale"], VENVS["train"], VENVS["lightning"])]
-    pairs += [(str(REPOSITORY / "src"), site), (str(REPOSITORY), "/opt/lockstep"), (name, entry.host)]
+    pairs += [(str(REPOSITORY / "src"), site), (str(REPOSITORY), "/opt/lockstep")]
     addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
     pairs += [(each, f"10.20.{len(entry.host)}.{11 + index}") for index, each in enumerate(addresses)]
     for old, new in pairs:
         text = text.replace(old, new)
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", entry.host, text)
     text = re.sub(r"/root/\.pyenv/versions/[\d.]+/lib", "/usr/lib", text)
     text = re.sub(r"/root/\.pyenv/\w+/bin|/root/\.pyenv/versions/[\d.]+/bin", "/usr/bin", text)
     text = re.sub(r"/tmp/r[a-z0-9_]{8}\b", "/tmp/ray", text)

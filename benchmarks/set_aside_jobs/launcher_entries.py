@@ -113,7 +113,7 @@ ENTRIES = [
         "storage_fault",
         _GERMAN + "mkdir -p run; touch run/data; $L --style srun --grace 4 -- python train.py --shards 20",
         culprit=None,
-        also_ok=("config_error",),
+        also_ok=("config_error", "rank_exception_masked"),
         host="knoten17",
     ),
     _entry(

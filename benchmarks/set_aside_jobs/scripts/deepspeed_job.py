@@ -57,9 +57,9 @@ def read_shard(rank, rows):
     return torch.randn(rows[rank], 16)
 
 
-def metric_groups(rank, swap):
+def metric_groups(rank, swap, timeout):
     world = list(range(dist.get_world_size()))
-    loss_group, norm_group = dist.new_group(world), dist.new_group(world)
+    loss_group, norm_group = dist.new_group(world, timeout), dist.new_group(world, timeout)
     return (norm_group, loss_group) if swap and rank == 1 else (loss_group, norm_group)
 
 
@@ -110,8 +110,8 @@ def main():
         path, state = engine.load_checkpoint(args.resume)
         start = state["step"] + 1 if path else 0
         print(f"[rank {rank}] resuming from {path} at step {start}", flush=True)
-    first, second = metric_groups(rank, args.swap_groups)
-    pair = dist.new_group([0, 1] if rank == 0 else [1]) if args.pair_group else None
+    first, second = metric_groups(rank, args.swap_groups, timedelta(seconds=args.timeout))
+    pair = dist.new_group([0, 1] if rank == 0 else [1], timedelta(seconds=args.timeout)) if args.pair_group else None
     for step in range(start, args.steps):
         for _ in range(2):
             index = torch.randint(len(shard), (4,))
