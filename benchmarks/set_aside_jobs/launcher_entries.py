@@ -184,14 +184,14 @@ ENTRIES = [
         "srun-time-limit",
         "Slurm, gloo loop",
         "external_kill",
-        "timeout -s TERM 40 $L --style srun --stamp 88213 -- python train.py --steps 900; :",
-        limit_s=80,
+        "timeout -s TERM 100 $L --style srun --stamp 88213 -- python train.py --steps 900; :",
+        limit_s=150,
     ),
     _entry(
         "compose-bar-cut",
         "docker compose, gloo loop",
         "benign",
-        "timeout -s KILL 45 $L --style compose -- python train.py --bar --quiet_rank --steps 2000 --sleep 0.2 "
+        "timeout -s KILL 100 $L --style compose -- python train.py --bar --quiet_rank --steps 2000 --sleep 0.2 "
         "| head -c 14000",
         home="/workspace",
     ),

@@ -88,7 +88,7 @@ def collect(target):
         if (
             path.is_file()
             and path.suffix in texts
-            and path.stat().st_size < 60_000
+            and path.stat().st_size < 20_000
             and "export" not in path.parts
             and "checkpoints" not in path.parts
         ):

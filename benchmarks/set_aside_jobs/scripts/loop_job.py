@@ -131,7 +131,7 @@ def main():
         resource.setrlimit(resource.RLIMIT_NOFILE, (args.nofile, args.nofile))
     if args.cpu_seconds and RANK == 1:
         used = int(time.process_time())
-        resource.setrlimit(resource.RLIMIT_CPU, (used + args.cpu_seconds, used + args.cpu_seconds))
+        resource.setrlimit(resource.RLIMIT_CPU, (used + args.cpu_seconds, used + 300))
     if args.late and RANK == 1:
         time.sleep(args.late)
     if args.noisy:
