@@ -15,7 +15,7 @@ _SERVE = (
 
 
 def _entry(name: str, cls: str, script: str, **about: object) -> Entry:
-    return Entry(name, "vLLM", cls, script, venv="scale", **about)  # type: ignore[arg-type]
+    return Entry(name, "vLLM", cls, script, venv="scale", limit_s=540, **about)  # type: ignore[arg-type]
 
 
 def _served(port: int, client: str, stop: str = "kill -TERM $v; wait $v", serve: str = "") -> str:
@@ -47,6 +47,13 @@ ENTRIES = [
         "vllm-port-taken",
         "port_in_use",
         _MODEL + "python -m http.server 28134 > /dev/null 2>&1 & h=$!; " + _SERVE.format(port=28134) + "; kill $h",
+        host="infer-5",
+    ),
+    _entry(
+        "vllm-client-impatient",
+        "remote_service_timeout",
+        _served(28135, "--requests 9 --wait 200"),
+        also_ok=("vllm_engine_failure", "slow_rank_preprocess"),
         host="infer-5",
     ),
     _entry(

@@ -45,7 +45,7 @@ def main():
         "kill": 0,
         "freeze_at": -1,
         "kill_at": -1,
-        "wait": 200,
+        "wait": 400,
     }.items():
         options.add_argument(f"--{name}", type=int, default=default)
     options.add_argument("--timeout", type=float, default=30.0)
