@@ -97,6 +97,7 @@ def main():
         "shards": 0,
         "nofile": 0,
         "cpu_seconds": 0,
+        "cpu_grace": 0,
         "save_every": 0,
         "width": 32,
         "tries": 3,
@@ -131,7 +132,7 @@ def main():
         resource.setrlimit(resource.RLIMIT_NOFILE, (args.nofile, args.nofile))
     if args.cpu_seconds and RANK == 1:
         used = int(time.process_time())
-        resource.setrlimit(resource.RLIMIT_CPU, (used + args.cpu_seconds, used + 300))
+        resource.setrlimit(resource.RLIMIT_CPU, (used + args.cpu_seconds, used + args.cpu_seconds + args.cpu_grace))
     if args.late and RANK == 1:
         time.sleep(args.late)
     if args.noisy:
