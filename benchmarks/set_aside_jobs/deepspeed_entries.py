@@ -38,13 +38,11 @@ ENTRIES = [
         "benign",
         "export EVAL_SLEEP=1.3; " + _ONE + "--steps 24 --stage 3 --eval_every 8 --eval_batches 9 9 --log_every 2",
     ),
+    # Meant to hang, but these parameters stay gathered: the run evaluates unequal numbers of batches and ends well.
     _entry(
         "deepspeed-zero3-eval-counts",
-        "zero3_generate_desync",
+        "benign",
         _ONE + "--steps 60 --stage 3 --eval_every 20 --eval_batches 5 8",
-        culprit=(0,),
-        alt=((1,), (0, 1)),
-        also_ok=("uneven_data",),
     ),
     _entry(
         "deepspeed-unreachable-worker",
