@@ -116,5 +116,5 @@ def _names(culprit: Culprit | str | int) -> set[str]:
 
 
 def own_corpora() -> Iterable[Path]:
-    """Returns the folders of this repository's corpora."""
-    return sorted(each.parent for each in OWN_CASES.glob("**/truth.json"))
+    """Returns the folders of this repository's corpora but the one set aside, which is scored only when it is named."""
+    return sorted(each.parent for each in OWN_CASES.glob("**/truth.json") if each.parent.name != "set_aside")

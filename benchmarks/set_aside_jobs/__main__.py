@@ -1,0 +1,116 @@
+"""Runs the entries and stores what they print, with this machine's paths, names and addresses replaced."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.set_aside_jobs import (
+    deepspeed_entries,
+    launcher_entries,
+    lightning_entries,
+    lockstep_entries,
+    ray_entries,
+    told_entries,
+    vllm_entries,
+)
+from benchmarks.set_aside_jobs.entry import Entry
+
+REPOSITORY = Path(__file__).parents[2]
+CORPUS = REPOSITORY / "benchmarks" / "cases" / "set_aside"
+SCRIPTS = Path(__file__).parent / "scripts"
+VENVS = {
+    "train": REPOSITORY / ".venv",
+    "scale": REPOSITORY / ".venv-scale",
+    "lightning": Path(os.environ.get("LIGHTNING_VENV", "/tmp/aside-venv")),
+}
+"""Lightning's is no part of the repository: a venv whose site-packages has a .pth to the one of `.venv`."""
+MOST_BYTES = 200_000
+MODULES = (
+    deepspeed_entries, launcher_entries, lightning_entries, lockstep_entries, ray_entries, told_entries, vllm_entries,
+)  # fmt: skip
+ENTRIES = {each.name: each for module in MODULES for each in module.ENTRIES}
+
+
+def main() -> None:
+    """Runs entries, stores the output of some again, or writes the truth of all whose job is there."""
+    options = argparse.ArgumentParser(prog="python -m benchmarks.set_aside_jobs")
+    options.add_argument("action", choices=("run", "truth", "list"))
+    options.add_argument("names", nargs="*")
+    options.add_argument("--work", type=Path, default=Path("/tmp/set_aside_jobs"))
+    chosen = options.parse_args()
+    if chosen.action == "run":
+        for name in chosen.names:
+            run(ENTRIES[name], chosen.work / name)
+    elif chosen.action == "list":
+        print("\n".join(f"{each.name}\t{each.cls}\t{each.framework}" for each in ENTRIES.values()))
+    else:
+        made = {name: each.truth() for name, each in sorted(ENTRIES.items()) if (CORPUS / "jobs" / name).is_dir()}
+        (CORPUS / "truth.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        print(f"{len(made)} of {len(ENTRIES)} entries")
+
+
+def run(entry: Entry, work: Path) -> None:
+    """Runs an entry in a new folder and stores what it left.
+
+    Raises:
+        ValueError: it is a re-told one, or it printed nothing or too much.
+    """
+    if not entry.script:
+        raise ValueError(f"{entry.name} is told, not run")
+    shutil.rmtree(work, ignore_errors=True)
+    project, out = work / "project", work / "out"
+    for each in (project, out, work / "tmp"):
+        each.mkdir(parents=True)
+    venv = VENVS[entry.venv]
+    env = {name: value for name, value in os.environ.items() if name in ("HOME", "LANG", "PATH", "USER")}
+    env |= {
+        "PATH": f"{venv / 'bin'}:{env['PATH']}", "S": str(SCRIPTS), "OUT": str(out), "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(work / "tmp"), "DS_ACCELERATOR": "cpu",
+        "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TERM": "xterm",
+    }  # fmt: skip
+    with (out / "job.log").open("wb") as log:
+        command = ["nice", "-n", "19", "timeout", "-k", "10", str(entry.limit_s), "bash", "-c", entry.script]
+        done = subprocess.run(command, cwd=project, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    files = [each for each in out.rglob("*") if each.is_file()]
+    target = CORPUS / "jobs" / entry.name
+    shutil.rmtree(target, ignore_errors=True)
+    for each in files:
+        text = neutral(each.read_bytes().decode("utf-8", "replace"), entry, work)
+        if text:
+            place = target / each.relative_to(out)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(text.encode())
+            if place.stat().st_size > MOST_BYTES:
+                raise ValueError(f"{place} has {place.stat().st_size} bytes")
+    print(f"{entry.name}: exit {done.returncode}, {sum(each.stat().st_size for each in files)} bytes", file=sys.stderr)
+
+
+def neutral(text: str, entry: Entry, work: Path) -> str:
+    """Returns what a job printed without paths, names and addresses of the machine that it ran on."""
+    site = "/opt/venv/lib/python3.11/site-packages"
+    pairs = [
+        (str(work / "project"), entry.home),
+        (str(work / "out"), f"{entry.home}/logs"),
+        (str(work / "tmp"), "/tmp"),
+    ]
+    pairs += [(str(each), "/opt/venv") for each in (VENVS["scale"], VENVS["train"], VENVS["lightning"])]
+    pairs += [(str(REPOSITORY / "src"), site), (str(REPOSITORY), "/opt/lockstep")]
+    addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    pairs += [(each, f"10.20.{len(entry.host)}.{11 + index}") for index, each in enumerate(addresses)]
+    for old, new in pairs:
+        text = text.replace(old, new)
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", entry.host, text)
+    text = re.sub(r"/root/\.pyenv/versions/[\d.]+/lib", "/usr/lib", text)
+    text = re.sub(r"/root/\.pyenv/\w+/bin|/root/\.pyenv/versions/[\d.]+/bin", "/usr/bin", text)
+    text = re.sub(r"/tmp/r[a-z0-9_]{8}\b", "/tmp/ray", text)
+    return text.replace("/root/", "/home/user/").replace("/root", "/home/user")
+
+
+if __name__ == "__main__":
+    main()
