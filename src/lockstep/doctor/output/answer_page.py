@@ -6,7 +6,7 @@ from lockstep.base.secure_html import with_strict_policy
 from lockstep.base.text import count_noun, terminal_safe
 from lockstep.doctor.output.explanation import answer_rows, culprit_text, place_of
 from lockstep.doctor.output.job_answer import JobAnswer
-from lockstep.doctor.output.rank_timeline import build_timeline
+from lockstep.doctor.output.rank_timeline import build_rank_timeline
 from lockstep.watch.diagnosis.verdict import VerdictKind
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def answer_page(answer: JobAnswer) -> str:
         name = label or name
         rows.setdefault(name, []).append(text)
     culprits = [culprit_text(each, full=answer.recorded) for each in verdict.culprits]
-    timeline = build_timeline(answer.logs, {each.rank for each in verdict.culprits if each.rank is not None})
+    timeline = build_rank_timeline(answer.logs, {each.rank for each in verdict.culprits if each.rank is not None})
     context: dict[str, Any] = {
         "title": answer.title,
         "healthy": answer.healthy,

@@ -77,7 +77,7 @@ class RowGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class RankTimeline:
     """The rows of a job on one axis.
 
     Attributes:
@@ -93,7 +93,7 @@ class Timeline:
     undated: int
 
 
-def build_timeline(logs: Iterable[ParsedLog], culprits: Collection[int] = ()) -> Timeline:
+def build_rank_timeline(logs: Iterable[ParsedLog], culprits: Collection[int] = ()) -> RankTimeline:
     """Builds the timeline of a job. The clocks of the logs are aligned already, as far as that is possible."""
     rows = _rows(logs)
     for row in rows:
@@ -106,7 +106,7 @@ def build_timeline(logs: Iterable[ParsedLog], culprits: Collection[int] = ()) ->
     dated.sort(key=lambda row: (not row.culprit, not row.errors, row.rank is None, row.rank or 0, row.label))
     shown, groups = _fold(dated)
     ticks = tuple(f"+{format_duration(span * share / _TICKS)}" for share in range(_TICKS + 1)) if dated else ()
-    return Timeline(shown, groups, ticks, len(rows) - len(dated))
+    return RankTimeline(shown, groups, ticks, len(rows) - len(dated))
 
 
 def _rows(logs: Iterable[ParsedLog]) -> list[TimelineRow]:

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.doctor.output.job_answer import answer_job
-from lockstep.doctor.output.rank_timeline import MAX_ROWS_SHOWN, Timeline, build_timeline
+from lockstep.doctor.output.rank_timeline import MAX_ROWS_SHOWN, RankTimeline, build_rank_timeline
 from tests.unit.doctor.job_logs import raised, state, steps, watchdog, write
 
 
-def timeline(folder: Path, culprits: tuple[int, ...] = (), **files: list[str]) -> Timeline:
-    return build_timeline(answer_job([write(folder, **files)]).logs, culprits)
+def timeline(folder: Path, culprits: tuple[int, ...] = (), **files: list[str]) -> RankTimeline:
+    return build_rank_timeline(answer_job([write(folder, **files)]).logs, culprits)
 
 
 def test_steps_errors_and_the_wait_are_at_their_times(tmp_path: Path) -> None:
