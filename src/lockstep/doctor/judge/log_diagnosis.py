@@ -10,7 +10,6 @@ from lockstep.doctor.judge import collective_waits, prior_verdicts
 from lockstep.doctor.judge.culprits import find_culprits
 from lockstep.doctor.judge.detectors.rank_differences import difference_candidates, stack_candidates
 from lockstep.doctor.judge.detectors.timeout_structure import structure_candidates
-from lockstep.doctor.judge.detectors.trends import trend_candidates
 from lockstep.doctor.judge.job_history import JobHistory, build_history
 from lockstep.doctor.judge.scoring import Candidate, Judgement, rank_candidates
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
@@ -32,7 +31,7 @@ _MIN_CHARS = 4
 """Shorter lines are not used as evidence."""
 _LINES_PER_RULE, _FIRST_FACTS, _VICTIM_FACTS = 3, 4, 2
 _NO_FAULT = ("unknown", "benign")
-_DETECTORS = (difference_candidates, structure_candidates, stack_candidates, trend_candidates)
+_DETECTORS = (difference_candidates, structure_candidates, stack_candidates)
 _KIND_OF_CLASS = {
     "uneven_data": VerdictKind.MISMATCH,
     "rank_divergent_branch": VerdictKind.MISMATCH,
