@@ -18,6 +18,12 @@ _TAIL_LINES = 4
 _EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
 _SURE_STRENGTH = 0.7
 """A cause with a rule of at least this strength outweighs an earlier report of success."""
+_CLOSING = re.compile(
+    r"(?i)\b(?:complete[d]?|done|finished|written|wrote|saved|verified|exported|uploaded|passed|succe\w+|all \w+ ok"
+    r"|exit(?:ed|ing)?(?: with)? (?:code|status|SystemExit:?)[ :=]*0)\b"
+    r"(?!.{0,200}(?:waiting|with errors|(?<! 0 )failed))"
+)
+"""How the last line of a program reports that its work is complete."""
 _MIN_ROWS = 4
 """Fewer rows with a NaN prove nothing: trainers skip one or two such steps."""
 
@@ -93,6 +99,14 @@ def ends_with_trouble(history: "JobHistory") -> bool:
         if log.source not in history.old_sources and any(map(names_trouble, last)):
             return True
     return False
+
+
+def closes(history: "JobHistory") -> bool:
+    """Whether the last line of some file reports that work is complete, and no file ends with trouble."""
+    logs = [log for log in history.logs if log.kind == "log" and log.source not in history.old_sources]
+    last = [max((each for lines in log.tail_lines.values() for each in lines), key=lambda each: each.line)
+            for log in logs if log.tail_lines]  # fmt: skip
+    return any(_CLOSING.search(each.text) for each in last) and not ends_with_trouble(history)
 
 
 def _was_handled(found: Traceback | None, at: RuleMatch | ParsedLog, done: RuleMatch) -> bool:

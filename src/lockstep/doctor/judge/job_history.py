@@ -274,7 +274,7 @@ class JobHistory:
         timeouts = self.timeouts
         if self.ended_well:
             found.add("ended_well")
-        if len({(counter.epoch, counter.step) for counter in self.counters}) > 1:
+        if len({(counter.epoch, counter.step) for counter in self.counters}) > 1 or job_end.closes(self):
             found.add("progressed")
         if all(self.continued_after(each) for each in self.failures) and not self.tracebacks:
             found.add("running")

@@ -19,6 +19,7 @@ from lockstep.doctor.judge.collective_waits import (
     main_stack_by_rank,
     waits_by_rank,
 )
+from lockstep.doctor.judge.culprits import ended_by_signal, likely_first_failures
 from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.parsed_log import TailLine
@@ -79,6 +80,7 @@ def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
     yield from _first_exception(history)
     waiting = find_waiting_ranks(history)
     if not waiting.timed_out:
+        yield from _left_early(waiting)
         return
     behind = _ranks_behind(waiting)
     groups = _waits_by_place(waiting)
@@ -108,6 +110,32 @@ def _first_exception(history: JobHistory) -> Iterator[Candidate]:
         return
     victims = bool(history.facts("peer_lost") or history.timeouts) and raiser.rank is not None
     yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
+
+
+def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
+    """Yields a candidate if no rank timed out but some lost a peer: a known rank without a report has left."""
+    lost = [each for each in waiting.waits.values() if each.peer_lost]
+    if not lost or any(is_primary(traceback) for _, _, traceback, _ in waiting.history.tracebacks):
+        return
+    ended = [
+        each
+        for each in likely_first_failures(waiting.history)
+        if each.rank is not None and each.rank not in waiting.waits
+    ]
+    ranks = tuple(each.rank for each in ended if each.rank is not None)
+    if ranks and not ended_by_signal(waiting.history):
+        text = f"{_rank_list(ranks)} ended first, without a message; the others lost the connection."
+        yield Candidate(
+            "rank_exception_masked", 0.5, [], tuple(ended), lost[0].operation, text, _wait_facts(waiting, ())
+        )
+    elif not ranks and waiting.absent and len(waiting.absent) <= len(lost):
+        facts = [_last_line_fact(waiting, rank) for rank in waiting.absent[:3] if _last_lines(waiting.history, rank)]
+        text = (
+            f"{_rank_list(waiting.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
+        )
+        yield Candidate(
+            "uneven_data", 0.45, [], waiting.absent, lost[0].operation, text, facts + _wait_facts(waiting, ())
+        )
 
 
 def _ranks_behind(waiting: WaitingRanks) -> tuple[int, ...]:
