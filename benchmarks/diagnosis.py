@@ -79,7 +79,7 @@ def answer(read: ReadCase, rules: KnowledgeBase, left_out: frozenset[str] = froz
     if left_out & read.fired:
         logs = [replace(log, matches=[each for each in log.matches if each.rule.id not in left_out])
                 for log in job.logs]  # fmt: skip
-        job = replace(job, logs=logs)
+        job, rules = replace(job, logs=logs), rules.without(left_out)
     verdict = judge_job(job, rules).verdict
     return Answer(read.case, verdict, read.case.class_right(verdict), read.case.culprits_right(verdict))
 

@@ -10,23 +10,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-from lockstep.doctor.logs import attempts, line_origin
+from lockstep.doctor.judge import job_end
+from lockstep.doctor.logs import attempts
 from lockstep.doctor.logs.attempts import earlier_attempts, last_attempt_start
 from lockstep.doctor.logs.line_origin import LineOrigin, ranks_by_pid
 from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch, StepCounter
-from lockstep.doctor.logs.stack_traces import TRACEBACK_START, Traceback, is_graceful, is_primary, names_trouble
+from lockstep.doctor.logs.stack_traces import Traceback, is_graceful
 from lockstep.doctor.logs.step_progress import StepHistory
-from lockstep.doctor.logs.timestamps import TimestampParser
 
 PERSISTENT_CLASSES = ("gpu_hardware_fault",)
 """Failure classes that persist in the next attempt on the same hosts."""
-_TAIL_LINES = 4
-"""Number of last lines of a file that are searched for trouble."""
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _MAX_RANKS = 100_000
-_EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
-_SURE_STRENGTH = 0.7
-"""A cause with a rule of at least this strength outweighs an earlier report of success."""
 _RANKS_PER_HOST = 8
 """With more ranks, several hosts may take part even if no line names them."""
 
@@ -132,16 +127,16 @@ class JobHistory:
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """All known ranks."""
+        """All known ranks: also those that only a launcher's table or the number of a higher rank shows."""
         found = {origin.rank for log in self.logs for origin in log.origins}
         found |= {log.origin.rank for log in self.logs}
         found |= {counter.origin.rank for counter in self.counters}
         found |= {each.origin.rank for each in self.matches}
         reports = [*self.facts("world"), *self.facts("placed")]
-        size = max((int(each.fields["size"]) for each in reports if "size" in each.fields), default=0)
-        if size <= _MAX_RANKS:
-            found |= set(range(size))
-        return frozenset(each for each in found if each is not None)
+        reported = {int(each.fields["rank"]) for each in self.facts("exit") if each.fields.get("rank", "").isdigit()}
+        sizes = [int(each.fields["size"]) for each in reports if "size" in each.fields]
+        sizes += [each + 1 for each in found | reported if each is not None]
+        return frozenset(range(max((each for each in sizes if each <= _MAX_RANKS), default=0)))
 
     @cached_property
     def hosts(self) -> Mapping[int, str]:
@@ -260,65 +255,12 @@ class JobHistory:
     @cached_property
     def ended_well(self) -> bool:
         """Whether the job reports success, nothing failed later, and earlier failures did not stop it."""
-        done = [each for each in self.facts("done") if not (self.continued_after(each) or self._is_partial(each))]
-        if not done:
-            return False
-        first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
-        bad = [
-            (each.source, each.origin.rank, each.line)
-            for each in self.failures + self.exceptions
-            if self._ended_process(each) and not (_cleans_up(each, last) or _was_handled(each.traceback, each, first))
-        ]
-        bad += [(at.source, None, each.number) for _, _, each, at in self.tracebacks
-                if is_primary(each) and not _was_handled(each, at, first)]  # fmt: skip
-        if any(each[0] != first.source or not self._has_step_between(*each, first.line) for each in bad):
-            return False
-        later = (each for each in self.matches if each.line > last.get(each.source, each.line))
-        return not any(self._is_fatal(each) for each in later) and not any(
-            self._raises_after(*each) for each in last.items()
-        )
-
-    def _is_partial(self, done: RuleMatch) -> bool:
-        """Whether only an evaluation or test ended: the last counter before the line had not reached its total."""
-        before = [counter for counter in self.counters_of(done.source) if counter.line < done.line]
-        return "part" in done.fields and bool(before) and before[-1].step + 1 < before[-1].of
-
-    def _has_step_between(self, source: int, rank: int | None, line: int, until: int) -> bool:
-        """Whether a step was made between two lines."""
-        return any(line < counter.line <= until and (rank is None or counter.origin.rank in (None, rank))
-                   for counter in self.counters_of(source))  # fmt: skip
-
-    def _is_fatal(self, match: RuleMatch) -> bool:
-        """Whether a match proves by itself that the job failed."""
-        signature = match.rule.signature
-        sure = signature.role == "cause" and signature.strength >= _SURE_STRENGTH and signature.fatal is not False
-        return sure and not signature.needs and not self.continued_after(match)
-
-    def _raises_after(self, source: int, line: int) -> bool:
-        """Whether the lines after `line` at the end of a file name an exception without a traceback."""
-        texts = [
-            each.text for of_rank in self.by_source[source].tail_lines.values() for each in of_rank if each.line > line
-        ]
-        return not any(TRACEBACK_START in each for each in texts) and any(
-            _EXCEPTION_LINE.match(each, line_origin.parse_prefixes(each, TimestampParser()).at) for each in texts
-        )
-
-    def _ended_process(self, match: RuleMatch) -> bool:
-        """Whether a failure ended its process."""
-        return match.rule.signature.fact != "peer_lost" and _exit_code(match) != 0 and not self.continued_after(match)
+        return job_end.ended_well(self)
 
     @cached_property
     def ends_with_trouble(self) -> bool:
         """Whether the last lines of some file, after its last counter, report an error."""
-        for log in self.logs:
-            lines = sorted(
-                (tail for of_rank in log.tail_lines.values() for tail in of_rank), key=lambda tail: tail.line
-            )
-            after = max((counter.line for counter in log.counters), default=0)
-            last = [tail.text for tail in lines[-_TAIL_LINES:] if tail.line > after]
-            if log.source not in self.old_sources and any(map(names_trouble, last)):
-                return True
-        return False
+        return job_end.ends_with_trouble(self)
 
     @cached_property
     def exceptions(self) -> list[RuleMatch]:
@@ -332,7 +274,7 @@ class JobHistory:
         timeouts = self.timeouts
         if self.ended_well:
             found.add("ended_well")
-        if len({(counter.epoch, counter.step) for counter in self.counters}) > 1:
+        if len({(counter.epoch, counter.step) for counter in self.counters}) > 1 or job_end.closes(self):
             found.add("progressed")
         if all(self.continued_after(each) for each in self.failures) and not self.tracebacks:
             found.add("running")
@@ -350,7 +292,7 @@ class JobHistory:
         for name, fact in (("peer_lost", "peer_lost"), ("mismatch", "mismatch"), ("crashed", "crash")):
             if self.facts(fact):
                 found.add(name)
-        if any(_exit_code(each) for each in self.facts("exit")):
+        if any(job_end.exit_code(each) for each in self.facts("exit")):
             found.add("crashed")
         if self.tracebacks:
             found.add("exception")
@@ -382,23 +324,6 @@ def _element_count(fields: Mapping[str, str]) -> int | None:
 def _network_prefix(address: str) -> str:
     """Returns the first two numbers of an address, which the hosts of a cluster usually share."""
     return ".".join(address.split(".")[:2])
-
-
-def _was_handled(found: Traceback | None, at: RuleMatch | ParsedLog, done: RuleMatch) -> bool:
-    """Whether an exception was handled: only its last line was printed, and the job then reported success."""
-    return found is not None and found.is_last_line_only and at.source == done.source and found.number < done.line
-
-
-def _cleans_up(match: RuleMatch, done: Mapping[int, int]) -> bool:
-    """Whether a launcher stopped one of its processes before the job reported success."""
-    return (
-        match.rule.signature.fact == "cancelled" and "signal" in match.fields and match.line < done.get(match.source, 0)
-    )
-
-
-def _exit_code(match: RuleMatch) -> int | None:
-    code = match.fields.get("code")
-    return int(code) if code is not None else None
 
 
 def build_history(logs: Sequence[ParsedLog]) -> JobHistory:

@@ -9,8 +9,8 @@ from pathlib import Path
 from lockstep.doctor.judge import collective_waits, prior_verdicts
 from lockstep.doctor.judge.culprits import find_culprits
 from lockstep.doctor.judge.detectors.rank_differences import difference_candidates, stack_candidates
+from lockstep.doctor.judge.detectors.similar_text import similar_candidates
 from lockstep.doctor.judge.detectors.timeout_structure import structure_candidates
-from lockstep.doctor.judge.detectors.trends import trend_candidates
 from lockstep.doctor.judge.job_history import JobHistory, build_history
 from lockstep.doctor.judge.scoring import Candidate, Judgement, rank_candidates
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
@@ -32,7 +32,7 @@ _MIN_CHARS = 4
 """Shorter lines are not used as evidence."""
 _LINES_PER_RULE, _FIRST_FACTS, _VICTIM_FACTS = 3, 4, 2
 _NO_FAULT = ("unknown", "benign")
-_DETECTORS = (difference_candidates, structure_candidates, stack_candidates, trend_candidates)
+_DETECTORS = (difference_candidates, structure_candidates, stack_candidates)
 _KIND_OF_CLASS = {
     "uneven_data": VerdictKind.MISMATCH,
     "rank_divergent_branch": VerdictKind.MISMATCH,
@@ -122,7 +122,8 @@ def read_job(
 def judge_job(job: JobRecord, rules: KnowledgeBase) -> Explanation:
     """Derives the verdict from what was read."""
     history = build_history(job.logs)
-    judgement = rank_candidates(history, [each for detect in _DETECTORS for each in detect(history)])
+    structural = [each for detect in _DETECTORS for each in detect(history)]
+    judgement = rank_candidates(history, [*structural, *similar_candidates(history, rules, structural)])
     verdict = _verdict(judgement, history, rules, job.gaps)
     recorded = prior_verdicts.overriding_verdicts(verdict, job.prior, logs_read=bool(job.logs))
     if recorded:

@@ -1,7 +1,10 @@
 """Loads, checks and indexes the knowledge base."""
 
+import errno
+import os
 import re
-from collections.abc import Iterable, Mapping
+import signal
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +14,27 @@ import yaml
 from pydantic import ValidationError
 
 from lockstep.config.yaml_text import MalformedYaml, parse_yaml, read_yaml_text
-from lockstep.doctor.knowledge.knowledge_schema import CulpritSelector, FailureSignature, KnowledgeFile, RuleCondition
+from lockstep.doctor.knowledge.knowledge_schema import (
+    CulpritSelector,
+    FailureSignature,
+    KnowledgeFile,
+    RuleCondition,
+    SignatureTier,
+)
+from lockstep.doctor.knowledge.lexical_similarity import DescribedFailure, LexicalIndex
 from lockstep.doctor.knowledge.regex_literals import MIN_LITERAL_CHARS, required_literals
 
 KNOWLEDGE_FOLDER = Path(__file__).parent / "data"
 LONGEST_REPEAT = 200
 """The longest text that a repeated class of characters in a pattern can match."""
 _REPEATED_CLASS = re.compile(r"((?<!\\)(?:\\\\)*\\[wWdDsS]|(?<!\\)\])([+*])")
+_SYSTEM_TEXTS = frozenset(
+    [os.strerror(each).lower() for each in errno.errorcode]
+    + [name.lower() for each in signal.Signals for name in (each.name, signal.strsignal(each) or each.name)]
+)
+"""What the C library and the shell print for error numbers and signals, whichever program fails."""
+_EXCEPTION_CLASS = re.compile(r"\^?[\w()|.?:*+\\]*(?:Error|Exception)[\w()|.?:*+\\]*(?:\\b|\$)?")
+"""A pattern for the type of an exception, with whatever message."""
 _YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -60,6 +77,22 @@ class FailureRule:
     @property
     def cls(self) -> str | None:
         return self.about.cls
+
+    @cached_property
+    def tier(self) -> SignatureTier:
+        """How specific the rule is: that of the signature, else derived from its patterns."""
+        signature = self.signature
+        if signature.tier is not None:
+            return signature.tier
+        if signature.role == "context":
+            return "structure"
+        if signature.match == "exception":
+            plain = signature.frames is None and all(
+                _EXCEPTION_CLASS.fullmatch(each) for each in signature.all_patterns
+            )
+            return "generic" if plain else "exact"
+        system = all(any(text in known for known in _SYSTEM_TEXTS) for text in _rule_literals(self))
+        return "generic" if system else "exact"
 
     @cached_property
     def regexes(self) -> tuple[re.Pattern[str], ...]:
@@ -112,6 +145,24 @@ class KnowledgeBase:
     @cached_property
     def exceptions(self) -> tuple[FailureRule, ...]:
         return tuple(each for each in self.rules if each.signature.match == "exception")
+
+    @cached_property
+    def lexical_index(self) -> LexicalIndex:
+        """The texts of the knowledge base, for lines that no rule matches."""
+        return LexicalIndex(self._described())
+
+    def _described(self) -> Iterator[DescribedFailure]:
+        for cls, about in self.about.items():
+            yield DescribedFailure(cls, f"{about.title}. {about.explanation}")
+        for rule in self.rules:
+            if rule.cls is not None and rule.signature.role in ("cause", "sign"):
+                yield from (DescribedFailure(rule.cls, each) for each in rule.signature.examples)
+                if rule.signature.explanation:
+                    yield DescribedFailure(rule.cls, rule.signature.explanation)
+
+    def without(self, ids: Collection[str]) -> "KnowledgeBase":
+        """Returns the knowledge base without some rules."""
+        return KnowledgeBase(tuple(each for each in self.rules if each.id not in ids)) if ids else self
 
     @cached_property
     def about(self) -> Mapping[str, KnowledgeFile]:

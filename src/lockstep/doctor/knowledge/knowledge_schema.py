@@ -18,6 +18,9 @@ FailureClass = Literal[
 SignatureRole = Literal["cause", "sign", "victim", "context", "healthy"]
 """cause: proves the class by itself; sign: supports the class; victim: a consequence of another failure; context:
 states a fact; healthy: a sign that nothing is wrong."""
+SignatureTier = Literal["exact", "generic", "structure"]
+"""exact: the wording of one program; generic: an error number, a signal or an exception class, whichever program
+prints it; structure: states a fact about the job."""
 LineKind = Literal["log", "kernel", "stack", "process", "gpu", "environment"]
 """Kind of a file: console and framework logs; dmesg and syslog; py-spy, faulthandler, gdb; ps and top; nvidia-smi and
 its CSV; `env` and `pip list`. A line of a log can have another kind (a kernel line in a console)."""
@@ -102,6 +105,8 @@ class FailureSignature(_KnowledgeModel):
     role: SignatureRole = "cause"
     strength: Annotated[float, Field(ge=0, le=1)] = 0.8
     """Probability of the class if nothing else is known."""
+    tier: SignatureTier | None = None
+    """None: derived from the patterns, see `FailureRule.tier`."""
     needs: tuple[RuleCondition | str, ...] = ()
     unless: tuple[RuleCondition | str, ...] = ()
     explains: tuple[str, ...] = ()

@@ -82,6 +82,7 @@ class LogParser:
         self._stamp: tuple[int, float] | None = None
         self._exception_lines: set[int] = set()
         self._served = 0
+        self._rising = step_progress.RisingNumbers()
 
     def read(self, pages: Iterator[Page]) -> ParsedLog:
         """Parses all pages of the source."""
@@ -193,6 +194,8 @@ class LogParser:
         if counter is None and step_progress.serves(line):
             self._served += 1
             counter = 0, self._served, 0, False
+        if counter is None and found.kind == "log" and line[prefix.at : prefix.at + 1].strip():
+            counter = self._rising.count(line[prefix.at :])
         if counter is not None:
             rank = origin if origin.rank is not None else _with_rank(origin, line_origin.mentioned_rank(line))
             found.counters.append(StepCounter(rank.with_defaults(found.origin), number, when, *counter))

@@ -56,8 +56,9 @@ _TROUBLE_WORDS = re.compile(
 _NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|zero) (?:\w+ )?(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b"
     r"|\b(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b ?[=:] ?0\b|\bCancelledError\b|\bSystemExit: 0$"
+    r"|^(?:\[(?:rank|default)\d+\]:)?\[I\d{4} .*"
 )
-"""A count of no errors, or an exit as intended."""
+"""A count of no errors, an exit as intended, or a line that a C++ library logs as information."""
 _MAX_LINES = 200
 _MESSAGE_LINES = 16
 """Maximum number of lines of a message."""

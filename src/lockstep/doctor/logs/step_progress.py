@@ -77,6 +77,44 @@ def serves(line: str) -> bool:
     return ("POST" in line or "throughput" in line) and _SERVED.search(line[:_HEAD_CHARS]) is not None
 
 
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_SHAPE_CHARS = 48
+_MAX_SHAPES = 512
+"""Further forms of lines of a file are not followed."""
+_MIN_RISES = 8
+"""Fewer lines may be a table of the GPUs or the processes of a host."""
+_NO_PROGRESS = re.compile(
+    r"(?i)\b(?:wait\w*|retry\w*|retries|attempts?|time ?out\w*|timed|elapsed|still|stuck|stall\w*|alive|heartbeat"
+    r"|sleep\w*|reconnect\w*|remaining|since|Xid|frame|warn\w*|error|fail\w*|kill\w*|terminat\w*|signal|pid|process\w*)\b"
+    r"|NCCL|ProcessGroup|c10d|\.cpp:|\.cc:|^\s*File |^#\d|^\|"
+)
+"""Lines whose number may grow although nothing is done: waits, retries, reports of trouble, stack frames."""
+
+
+class RisingNumbers:
+    """Finds the counters of a file whose form is unknown: lines of the same form whose first number grows each time."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def count(self, text: str) -> tuple[int, int, int, bool] | None:
+        """Returns a counter like `parse_step`, once the number of such lines has grown several times; else None.
+
+        Args:
+            text: A line without its prefixes.
+        """
+        found = _NUMBER.search(text, 0, _SHAPE_CHARS)
+        if found is None or _NO_PROGRESS.search(text, 0, _HEAD_CHARS):
+            return None
+        shape = _NUMBER.sub("#", text[:_SHAPE_CHARS])[: found.start() + 12]
+        number = float(found[0])
+        last, rises = self._last.get(shape, (number, -1))
+        if rises >= 0 or len(self._last) < _MAX_SHAPES:
+            rises = rises + 1 if number > last or rises < 0 else 0
+            self._last[shape] = number, rises
+        return (0, int(number), 0, False) if rises >= _MIN_RISES else None
+
+
 FEW_STEPS = 2
 """This many steps may still end after a failure, because they had already begun."""
 MANY_STEPS = 10

@@ -149,3 +149,16 @@ def test_a_non_zero_exit_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["40 updates, 0 failed, 0 ERROR lines", "done in 9 s, errors: 0", "no errors"])
 def test_a_count_of_no_errors_is_no_trouble(tmp_path: Path, end: str) -> None:
     assert explain([write(tmp_path, rank0=[*steps(0, 9), end])]).verdict.cause == "benign"
+
+
+@pytest.mark.parametrize("last", ["all 8 files verified", "wrote shards to out/", "rank 0 exiting with SystemExit: 0"])
+def test_a_program_that_closes_with_its_work_done_is_healthy(tmp_path: Path, last: str) -> None:
+    lines = ["part-3: checksum mismatch, loading it again", "part-3: OK", last]
+    assert judged(tmp_path, fetch=lines).cause == "benign"
+    assert judged(tmp_path / "b", fetch=[*lines, "Segmentation fault (core dumped)"]).cause != "benign"
+    assert judged(tmp_path / "c", fetch=[*lines[:2], "rank 0 done, waiting for the others"]).cause != "benign"
+
+
+def test_information_of_a_library_is_no_trouble(tmp_path: Path) -> None:
+    end = "[I1127 20:30:18.97 TCPStoreLibUvBackend.cpp:1354] [c10d] uv_loop_close failed with:-16 errn:EBUSY"
+    assert judged(tmp_path, job=[*steps(0, 40), end]).cause == "benign"

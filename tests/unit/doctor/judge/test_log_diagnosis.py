@@ -82,11 +82,12 @@ def test_a_missing_path_is_rejected(path: str) -> None:
 
 
 def test_the_package_knows_no_example_job() -> None:
-    """Rules match the output of software, not the names of a particular job."""
+    """Rules match the output of software, not the names of a particular job. Only `bundle` knows the format of a
+    corpus, because it writes one."""
     home = Path(__file__).parents[4] / "src" / "lockstep" / "doctor"
     assert home.is_dir()
     for file in home.rglob("*"):
-        if file.is_file() and file.suffix in (".py", ".yaml"):
+        if file.is_file() and file.suffix in (".py", ".yaml") and file.parent.name != "bundle":
             assert "cases/jobs" not in file.read_text() and "truth.json" not in file.read_text()
 
 

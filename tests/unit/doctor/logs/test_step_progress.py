@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.doctor.logs.step_progress import parse_step, serves
+from lockstep.doctor.logs.step_progress import RisingNumbers, parse_step, serves
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,12 @@ def test_parse_step(line: str, expected: tuple[int, int, int, bool] | None) -> N
 )
 def test_work_of_a_server(line: str, work: bool) -> None:
     assert serves(line) is work
+
+
+def test_a_number_that_grows_in_lines_of_one_form_is_a_counter() -> None:
+    rising = RisingNumbers()
+    found = [rising.count(f"label {at}/900 images, f1=0.{at} {'x' * (at % 3)}") for at in range(0, 480, 40)]
+    assert found[:8] == [None] * 8 and found[8:] == [(0, at, 0, False) for at in range(320, 480, 40)]
+    for form in ("still waiting for shard, {} s", "retry {} of 90", "Killing subprocess {}", "| {} NVIDIA L40S"):
+        assert {rising.count(form.format(at)) for at in range(1, 40)} == {None}
+    assert {rising.count(f"took {at % 2} s") for at in range(40)} == {None}

@@ -10,19 +10,15 @@ from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.doctor.logs.stack_traces import UNREADABLE, LoggedStack
-from lockstep.doctor.logs.step_progress import last_step_by_rank
 from lockstep.watch.diagnosis.verdict import Culprit, Fact
 
 _MAX_FACTS = 3
-_SIMILAR_TOTALS = 0.75
-"""If one total is less than this fraction of another, the progress bars count different things."""
 _MAX_PEERS = 4096
 
 
 def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
     """Yields candidates from collective fingerprints, progress totals and versions."""
     yield from _different_operations(history)
-    yield from _different_totals(history)
     yield from _different_versions(history)
 
 
@@ -78,40 +74,6 @@ def minority_ranks(reports: Iterable[tuple[int, int | None, Hashable]]) -> tuple
     if len(sizes) < 2 or sizes[0] == sizes[1]:
         return ()
     return tuple(sorted(rank for side in sides.values() if len(side) < sizes[0] for rank in side))
-
-
-def _different_totals(history: JobHistory) -> Iterator[Candidate]:
-    """Yields a candidate if ranks count to different totals, and one with a smaller total finished before others."""
-    last = last_step_by_rank(each for each in history.counters if each.of)
-    totals = Counter(counter.of for counter in last.values())
-    if len(totals) < 2 or not history.traits & {"collective_timeout", "peer_lost"}:
-        return
-    least, most = min(totals), max(totals)
-    finished = any(counter.step + 1 >= counter.of for counter in last.values() if counter.of < most)
-    if not finished or least < _SIMILAR_TOTALS * most or len({counter.epoch for counter in last.values()}) > 1:
-        return
-    usual, _ = max(totals.items(), key=lambda each: (each[1], each[0]))
-    deviating = sorted(rank for rank, counter in last.items() if counter.of != usual)
-    text = f"The ranks count to different totals, {least} and {most}: they have different numbers of batches."
-    yield Candidate(
-        "uneven_data",
-        0.7,
-        [],
-        tuple(deviating),
-        "",
-        text,
-        [*_last_counter_facts(history, deviating), *_last_counter_facts(history, last)][:4],
-    )
-
-
-def _last_counter_facts(history: JobHistory, ranks: Iterable[int]) -> Iterator[Fact]:
-    """Yields the last line with a counter of each of these ranks."""
-    for rank in ranks:
-        counter = next(each for each in reversed(history.counters) if each.origin.rank == rank and each.of)
-        for log in history.logs:
-            tail = next((each for each in log.tail_lines.get(rank, ()) if each.line == counter.line), None)
-            if tail is not None and any(each is counter for each in log.counters):
-                yield Fact(tail.text, file=log.name, line=tail.line)
 
 
 def _different_versions(history: JobHistory) -> Iterator[Candidate]:
@@ -171,7 +133,7 @@ def stack_candidates(history: JobHistory) -> Iterator[Candidate]:
     if not others or many < len(others):
         return
     facts = [Fact(each.stack.text, file=each.stack.file, line=each.stack.number) for each in others[:3]]
-    in_kernel = [each for each in others if each.stack.state == UNREADABLE or _in_kernel(history, each.stack)]
+    in_kernel = [each for each in others if each.stack.state == UNREADABLE]
     culprits = tuple(_culprit_of_stack(each.stack, history) for each in in_kernel or others)
     where = others[0].caller or "a place that could not be inspected"
     text = f"{many} processes wait in {waited}; {len(others)} {'is' if len(others) == 1 else 'are'} in {where}."
@@ -199,12 +161,6 @@ def _classify_outliers(
     if cls is not None:
         return cls, 0.65
     return ("storage_fault", 0.45) if _FILE_FUNCTIONS.search(frames) else ("rank_divergent_branch", 0.5)
-
-
-def _in_kernel(history: JobHistory, stack: LoggedStack) -> bool:
-    """Whether a process list in the logs shows the process in uninterruptible sleep."""
-    pid = str(stack.pid)
-    return any(each.fields.get("pid") == pid for each in history.facts("uninterruptible"))
 
 
 def _culprit_of_stack(stack: LoggedStack, history: JobHistory) -> Culprit:

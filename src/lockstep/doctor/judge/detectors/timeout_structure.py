@@ -33,15 +33,9 @@ _FINAL_PHASE = re.compile(
 )
 
 
-_BEGUN_FACTS = (
-    ("checkpoint", "checkpoint_timeout"), ("preparing", "slow_rank_preprocess"),
-    ("generating", "slow_collective_timeout"), ("checkpoint_done", ""),
-)  # fmt: skip
-"""Facts that report the begin of an activity, with the class that each suggests; "" if the activity has ended."""
 _PAIR = 2
 _REPORTS_PER_SILENT_RANK = 4
-"""Silent ranks are inferred only if this many times as many ranks report a timeout."""
-_ON_RANK = re.compile(r"\b(?:on|by|from) rank (\d+)\b")
+"""Ranks that wrote nothing are absent only if this many times as many ranks report that they waited."""
 _RUNTIME_LINE = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
 """Lines of background threads, which print even while the rank is stuck."""
 
@@ -76,25 +70,9 @@ def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
             writing |= {counter.origin.rank for counter in log.counters if counter.origin.rank is not None}
     raised = {history.rank(each) for each in history.exceptions}
     named = {int(rank) for each in history.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
-    return WaitingRanks(
-        history,
-        found,
-        tuple(sorted(named or writing - set(found) - raised or _silent_ranks(history, {*found, *raised}))),
-    )
-
-
-def _silent_ranks(history: JobHistory, reporting: set[int | None]) -> set[int]:
-    """Returns the rank numbers that are missing among the reporting ranks, if there are few of them.
-
-    These ranks exist, because the others have higher numbers, but wrote nothing.
-    """
-    numbers = {rank for rank in reporting if rank is not None} | history.ranks
-    missing = set(range(max(numbers, default=0) + 1)) - reporting
-    return (
-        {rank for rank in missing if rank is not None}
-        if _REPORTS_PER_SILENT_RANK * len(missing) <= len(reporting)
-        else set()
-    )
+    silent = history.ranks - set(found) - raised
+    silent = silent if _REPORTS_PER_SILENT_RANK * len(silent) <= len(found) else frozenset()
+    return WaitingRanks(history, found, tuple(sorted(named or writing - set(found) - raised or silent)))
 
 
 def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
@@ -114,7 +92,6 @@ def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
         yield from _absent_ranks(waiting)
     elif len(waiting.waits) > 1:
         yield from _all_in_one_place(waiting)
-    yield from _last_begun(waiting)
 
 
 def _first_exception(history: JobHistory) -> Iterator[Candidate]:
@@ -309,8 +286,6 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
             during = began is not None and each.when is not None and each.when > began + 1.0
             logged_meanwhile = logged_meanwhile or during
             cls = class_of_activity(each.text)
-            if cls == "uneven_data" and _all_out_of_data(waiting):
-                continue
             if cls != "uneven_data" and not during and _ENDED.search(each.text):
                 return None
             if cls is not None:
@@ -321,12 +296,6 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
 def _in_another_call(waiting: WaitingRanks, call: str) -> bool:
     """Whether `call` is a collective other than those that timed out, so that a rank in it is not just slow."""
     return bool(call) and call not in {each.operation for each in waiting.timed_out}
-
-
-def _all_out_of_data(waiting: WaitingRanks) -> bool:
-    """Whether the waiting ranks report that they have no data left either."""
-    texts = (each.text for rank in waiting.waits for each in _last_lines(waiting.history, rank))
-    return any(class_of_activity(text) == "uneven_data" for text in texts)
 
 
 def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
@@ -347,44 +316,6 @@ def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
             hosts = sorted(set(waiting.history.hosts.values()))
             yield Candidate("network_blocked", 0.5, [], tuple(hosts) if len(hosts) == _PAIR else (), first.operation,
                             text, facts)  # fmt: skip
-
-
-def _last_begun(waiting: WaitingRanks) -> Iterator[Candidate]:
-    """Yields a candidate for the last activity that began after the last step and before the timeout."""
-    history = waiting.history
-    first = min(waiting.timed_out, key=lambda each: (each.ended or 0.0, each.line))
-    source = next((log.source for log in history.logs if log.name == first.file), -1)
-    counters = [counter.line for counter in history.counters_of(source) if counter.line < first.line]
-    last = max(counters, default=0)
-    found = [
-        (each.line, cls, each)
-        for name, cls in _BEGUN_FACTS for each in history.facts(name)
-        if each.source == source and last <= each.line < first.line
-    ]  # fmt: skip
-    if not found:
-        return
-    _, cls, each = max(found, key=lambda one: one[0])
-    text = "The last activity that began before the timeout: " + each.text[:120]
-    if cls:
-        ranks = _ranks_that_began(waiting, [one.text for _, of, one in found if of == cls])
-        yield _wait_candidate(cls, 0.4, ranks, first, text, [Fact(each.text, file=each.file, line=each.line)])
-
-
-def _ranks_that_began(waiting: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
-    """Returns the ranks that began an activity and did not wait with the majority.
-
-    They are the ranks that the lines name, else the only rank that waited elsewhere.
-
-    Args:
-        begun: The lines that report the begin of the activity.
-    """
-    groups = _waits_by_place(waiting)
-    majority = {each.rank for each in groups[0]} if groups and len(groups[0]) > 1 else set(waiting.waits)
-    named = {int(rank) for text in begun for rank in _ON_RANK.findall(text)} - majority
-    if named:
-        return tuple(sorted(named))
-    others = [each.rank for group in groups[1:] for each in group if each.rank is not None]
-    return tuple(others) if len(others) == 1 and majority - set(others) else ()
 
 
 def _last_lines(history: JobHistory, rank: int) -> list[TailLine]:

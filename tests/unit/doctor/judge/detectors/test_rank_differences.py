@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lockstep.doctor.judge.detectors.rank_differences import minority_ranks
 from lockstep.doctor.judge.log_diagnosis import explain
-from tests.unit.doctor.job_logs import raised, steps, watchdog, write
+from tests.unit.doctor.job_logs import raised, steps, write
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,3 @@ def test_working_version_differences_are_not_a_fault(tmp_path: Path) -> None:
     assert explain([write(tmp_path, train=lines)]).verdict.cause == "benign"
     same = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.5")]
     assert explain([write(tmp_path / "b", train=same)]).verdict.cause != "version_mismatch"
-
-
-def _bars(until: int, of: int, what: str = "Epoch 0") -> list[str]:
-    """A file of a rank with a progress bar of shape own."""
-    return [f"{what}:  90%|####9| {at}/{of} [12:40<00:03, 1.63it/s]" for at in range(until - 5, until + 1)]
-
-
-def test_a_rank_that_counts_to_a_smaller_total_has_fewer_batches(tmp_path: Path) -> None:
-    waiting = {f"rank{rank}": [*_bars(500, 501), *watchdog(rank, 900)] for rank in (0, 1, 3)}
-    verdict = explain([write(tmp_path / "uneven", **waiting, rank2=_bars(500, 500))]).verdict
-    assert verdict.cause == "uneven_data" and [each.rank for each in verdict.culprits] == [2]
-    assert "500 and 501" in verdict.explanation and any(each.file == "rank2.log" for each in verdict.evidence)
-    under_way = explain([write(tmp_path / "under_way", **waiting, rank2=_bars(300, 500))]).verdict
-    assert "500 and 501" not in under_way.explanation
-    other = explain([write(tmp_path / "other", **waiting, rank2=_bars(100, 100, "Tokenizing"))]).verdict
-    assert "totals" not in other.explanation

@@ -1,0 +1,127 @@
+"""How a job ended: whether its logs report success, and whether they end with trouble."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lockstep.doctor.logs import line_origin
+from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch
+from lockstep.doctor.logs.stack_traces import TRACEBACK_START, Traceback, is_primary, names_trouble
+from lockstep.doctor.logs.timestamps import TimestampParser
+
+if TYPE_CHECKING:
+    from lockstep.doctor.judge.job_history import JobHistory
+
+_TAIL_LINES = 4
+"""Number of last lines of a file that are searched for trouble."""
+_EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
+_SURE_STRENGTH = 0.7
+"""A cause with a rule of at least this strength outweighs an earlier report of success."""
+_CLOSING = re.compile(
+    r"(?i)\b(?:complete[d]?|done|finished|written|wrote|saved|verified|exported|uploaded|passed|succe\w+|all \w+ ok"
+    r"|exit(?:ed|ing)?(?: with)? (?:code|status|SystemExit:?)[ :=]*0)\b"
+    r"(?!.{0,200}(?:waiting|with errors|(?<! 0 )failed))"
+)
+"""How the last line of a program reports that its work is complete."""
+_MIN_ROWS = 4
+"""Fewer rows with a NaN prove nothing: trainers skip one or two such steps."""
+
+
+def ended_well(history: "JobHistory") -> bool:
+    """Whether the job reports success, nothing failed later, and earlier failures did not stop it."""
+    done = [each for each in history.facts("done") if not (history.continued_after(each) or _is_partial(history, each))]
+    if not done or _stays_without_number(history):
+        return False
+    first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
+    bad = [
+        (each.source, each.origin.rank, each.line)
+        for each in history.failures + history.exceptions
+        if _ended_process(history, each) and not (_cleans_up(each, last) or _was_handled(each.traceback, each, first))
+    ]
+    bad += [(at.source, None, each.number) for _, _, each, at in history.tracebacks
+            if is_primary(each) and not _was_handled(each, at, first)]  # fmt: skip
+    if any(each[0] != first.source or not _has_step_between(history, *each, first.line) for each in bad):
+        return False
+    later = (each for each in history.matches if each.line > last.get(each.source, each.line))
+    return not any(_is_fatal(history, each) for each in later) and not any(
+        _raises_after(history, *each) for each in last.items()
+    )
+
+
+def _stays_without_number(history: "JobHistory") -> bool:
+    """Whether the loss of some rank became NaN and stayed so for several rows until its last step."""
+    rows = history.facts("no_number")
+    count = Counter((each.source, each.origin.rank) for each in rows)
+    return any(count[each.source, each.origin.rank] >= _MIN_ROWS and not history.continued_after(each) for each in rows)
+
+
+def _is_partial(history: "JobHistory", done: RuleMatch) -> bool:
+    """Whether only an evaluation or test ended: the last counter before the line had not reached its total."""
+    before = [counter for counter in history.counters_of(done.source) if counter.line < done.line]
+    return "part" in done.fields and bool(before) and before[-1].step + 1 < before[-1].of
+
+
+def _has_step_between(history: "JobHistory", source: int, rank: int | None, line: int, until: int) -> bool:
+    """Whether a step was made between two lines."""
+    return any(line < counter.line <= until and (rank is None or counter.origin.rank in (None, rank))
+               for counter in history.counters_of(source))  # fmt: skip
+
+
+def _is_fatal(history: "JobHistory", match: RuleMatch) -> bool:
+    """Whether a match proves by itself that the job failed."""
+    signature = match.rule.signature
+    sure = signature.role == "cause" and signature.strength >= _SURE_STRENGTH and signature.fatal is not False
+    return sure and not signature.needs and not history.continued_after(match)
+
+
+def _raises_after(history: "JobHistory", source: int, line: int) -> bool:
+    """Whether the lines after `line` at the end of a file name an exception without a traceback."""
+    texts = [
+        each.text for of_rank in history.by_source[source].tail_lines.values() for each in of_rank if each.line > line
+    ]
+    return not any(TRACEBACK_START in each for each in texts) and any(
+        _EXCEPTION_LINE.match(each, line_origin.parse_prefixes(each, TimestampParser()).at) for each in texts
+    )
+
+
+def _ended_process(history: "JobHistory", match: RuleMatch) -> bool:
+    """Whether a failure ended its process."""
+    return match.rule.signature.fact != "peer_lost" and exit_code(match) != 0 and not history.continued_after(match)
+
+
+def ends_with_trouble(history: "JobHistory") -> bool:
+    """Whether the last lines of some file, after its last counter, report an error."""
+    for log in history.logs:
+        lines = sorted((tail for of_rank in log.tail_lines.values() for tail in of_rank), key=lambda tail: tail.line)
+        after = max((counter.line for counter in log.counters), default=0)
+        last = [tail.text for tail in lines[-_TAIL_LINES:] if tail.line > after]
+        if log.source not in history.old_sources and any(map(names_trouble, last)):
+            return True
+    return False
+
+
+def closes(history: "JobHistory") -> bool:
+    """Whether the last line of some file reports that work is complete, and no file ends with trouble."""
+    logs = [log for log in history.logs if log.kind == "log" and log.source not in history.old_sources]
+    last = [max((each for lines in log.tail_lines.values() for each in lines), key=lambda each: each.line)
+            for log in logs if log.tail_lines]  # fmt: skip
+    return any(_CLOSING.search(each.text) for each in last) and not ends_with_trouble(history)
+
+
+def _was_handled(found: Traceback | None, at: RuleMatch | ParsedLog, done: RuleMatch) -> bool:
+    """Whether an exception was handled: only its last line was printed, and the job then reported success."""
+    return found is not None and found.is_last_line_only and at.source == done.source and found.number < done.line
+
+
+def _cleans_up(match: RuleMatch, done: Mapping[int, int]) -> bool:
+    """Whether a launcher stopped one of its processes before the job reported success."""
+    return (
+        match.rule.signature.fact == "cancelled" and "signal" in match.fields and match.line < done.get(match.source, 0)
+    )
+
+
+def exit_code(match: RuleMatch) -> int | None:
+    """Returns the exit code that a match reports; None if it reports none."""
+    code = match.fields.get("code")
+    return int(code) if code is not None else None
