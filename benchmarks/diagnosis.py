@@ -73,14 +73,18 @@ def read_cases(folders: Iterable[Path], rules: KnowledgeBase) -> list[ReadCase]:
     return found
 
 
+def without(read: ReadCase, left_out: frozenset[str]) -> JobRecord:
+    """Returns the record of a case's job without the matches of the rules `left_out`."""
+    if not left_out & read.fired:
+        return read.job
+    logs = [replace(log, matches=[each for each in log.matches if each.rule.id not in left_out])
+            for log in read.job.logs]  # fmt: skip
+    return replace(read.job, logs=logs)
+
+
 def answer(read: ReadCase, rules: KnowledgeBase, left_out: frozenset[str] = frozenset()) -> Answer:
     """Judges a case, without the rules `left_out`."""
-    job = read.job
-    if left_out & read.fired:
-        logs = [replace(log, matches=[each for each in log.matches if each.rule.id not in left_out])
-                for log in job.logs]  # fmt: skip
-        job = replace(job, logs=logs)
-    verdict = judge_job(job, rules).verdict
+    verdict = judge_job(without(read, left_out), rules).verdict
     return Answer(read.case, verdict, read.case.class_right(verdict), read.case.culprits_right(verdict))
 
 

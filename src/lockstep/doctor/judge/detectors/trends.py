@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from lockstep.doctor.judge.collective_waits import CollectiveWait, class_of_activity, normalize_collective
 from lockstep.doctor.judge.detectors.timeout_structure import find_waiting_ranks
+from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory, match_order
-from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.watch.diagnosis.verdict import Fact
 
