@@ -169,8 +169,11 @@ def faulty(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     faults = [each for each in job.hypotheses if each is not one]
     if "ended_well" in job.history.traits:
         return any(each.persists for each in faults)
-    ended = (each.proposed or any(strength_of(match) >= _HEALTHY and job.stopped(match) for match in each.signed)
-             for each in faults)  # fmt: skip
+    ended = (
+        each.proposed
+        or any(strength_of(match) >= _HEALTHY and not job.history.continued_after(match) for match in each.signed)
+        for each in faults
+    )
     return any(ended)
 
 
