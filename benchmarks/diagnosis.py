@@ -74,7 +74,7 @@ def read_cases(folders: Iterable[Path], rules: KnowledgeBase) -> list[ReadCase]:
 
 
 def without(read: ReadCase, rules: KnowledgeBase, left_out: frozenset[str]) -> tuple[JobRecord, KnowledgeBase]:
-    """Returns the record of a case's job without the matches of the rules `left_out`, and what is known without them."""
+    """Returns the record of a case's job without the matches of the rules `left_out`, and the other rules."""
     if not left_out & read.fired:
         return read.job, rules
     logs = [replace(log, matches=[each for each in log.matches if each.rule.id not in left_out])
