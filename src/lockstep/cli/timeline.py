@@ -81,38 +81,47 @@ def _living_run(run: Path) -> str | None:
 
 
 def _capture(name: str, file: Path, seconds: float | None, steps: int | None) -> None:
-    """Has the supervisor capture a living run in `file`; returns when that has ended, or on Ctrl-C."""
+    """Has the supervisor capture a living run in `file`; returns when that has ended. Ctrl-C ends it early."""
+    from dataclasses import replace
+
     from lockstep.base import waits
     from lockstep.base.wait_state import WaitTimeout
     from lockstep.report.timeline_capture_reader import has_ended
     from lockstep.watch.beacon.reader import read_beacon
     from lockstep.watch.procfs.processes import is_alive
-    from lockstep.watch.supervisor.timeline_capture import MAX_S, CaptureRequest, request_capture
+    from lockstep.watch.supervisor.timeline_capture import ANSWER_S, MAX_S, CaptureRequest, request_capture
 
     notes = SafeConsole(stderr=True, soft_wrap=True)
     now = seconds is None and steps is None
     length = 0.0 if now else MAX_S if seconds is None else seconds
     supervisor = run_shm_dir(name) / "supervisor.beacon"
+    request = CaptureRequest(file, length, steps, recent=now)
 
     def ended() -> bool | None:
         state = read_beacon(supervisor, events=False)
         return has_ended(file) or state is None or not is_alive(state.pid, state.start_ticks) or None
 
     try:
-        request_capture(name, CaptureRequest(file, length, steps, recent=now))
-        waits.poll(
-            lambda: file.exists() or ended(), kind="file", waits_for="supervisor", why="the capture begins",
-            every_s=0.1, timeout_s=START_S,
-        )  # fmt: skip
-        if not now:
-            notes.print(f"capturing; Ctrl-C ends it early. The data is in {file}", markup=False)
-        waits.poll(
-            ended, kind="file", waits_for="supervisor", why="the capture ends", every_s=0.1, notice_after_s=None,
-            timeout_s=length + START_S, stall_s=START_S if steps is None else STEPS_STALL_S,
-            progress=lambda: file.stat().st_size if file.exists() else 0,
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        notes.print("ended early", markup=False)
+        try:
+            request_capture(name, request)
+            waits.poll(
+                lambda: file.exists() or ended(), kind="file", waits_for="supervisor", why="the capture begins",
+                every_s=0.1, timeout_s=START_S,
+            )  # fmt: skip
+            if not now:
+                notes.print("capturing; Ctrl-C ends it early", markup=False)
+            waits.poll(
+                ended, kind="file", waits_for="supervisor", why="the capture ends", every_s=0.1, notice_after_s=None,
+                timeout_s=length + START_S, stall_s=START_S if steps is None else STEPS_STALL_S,
+                progress=lambda: file.stat().st_size if file.exists() else 0,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            notes.print("ending early", markup=False)
+            request_capture(name, replace(request, stop=True))
+            waits.poll(
+                lambda: None if file.exists() and not ended() else True, kind="file", waits_for="supervisor",
+                why="the capture ends", every_s=0.1, timeout_s=ANSWER_S + START_S,
+            )  # fmt: skip
     except (WaitTimeout, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from None

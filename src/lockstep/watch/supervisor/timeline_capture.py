@@ -65,6 +65,8 @@ class CaptureRequest:
     """Ends when this step has ended."""
     recent: bool = False
     """Whether what ended before the capture began belongs to it."""
+    stop: bool = False
+    """Ends the capture in this file now, and begins none."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "file": str(self.file)}
@@ -72,10 +74,14 @@ class CaptureRequest:
     @staticmethod
     def parse(values: Mapping[str, Any]) -> "CaptureRequest":
         """Raises ValueError, KeyError or TypeError if it is none."""
-        numbers = [values.get(name) for name in ("steps", "first_step", "last_step")]
-        steps, first, last = (None if each is None else int(each) for each in numbers)
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a request is a mapping, not {type(values).__name__}")
+        steps, first, last = (values.get(name) for name in ("steps", "first_step", "last_step"))
+        if not all(each is None or isinstance(each, int) for each in (steps, first, last)):
+            raise ValueError(f"steps, first_step and last_step are whole numbers, not {steps}, {first} and {last}")
         seconds = min(MAX_S, max(0.0, float(values.get("seconds", MAX_S))))
-        return CaptureRequest(Path(str(values["file"])), seconds, steps, first, last, bool(values.get("recent")))
+        recent, stop = bool(values.get("recent")), bool(values.get("stop"))
+        return CaptureRequest(Path(str(values["file"])), seconds, steps, first, last, recent, stop)
 
 
 def request_capture(run: str, request: CaptureRequest) -> None:
@@ -142,9 +148,12 @@ class TimelineCaptures:
         return max(SOONEST_S / 2, min(due))
 
     def start(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Starts a capture, now or with its first step, and returns the answer to the request. Raises ValueError,
-        KeyError or TypeError if it is no request, or there are too many captures."""
+        """Starts a capture, now or with its first step, or stops one. Returns the answer to the request. Raises
+        ValueError, KeyError or TypeError if it is no request, or there are too many captures."""
         request = CaptureRequest.parse(message)
+        if request.stop:
+            self._stop(request.file)
+            return {"file": str(request.file)}
         if len(self._captures) >= MAX_CAPTURES:
             raise ValueError(f"{MAX_CAPTURES} timelines are being captured already; wait until one has ended")
         self._captures.append(_Capture(request))
@@ -159,7 +168,7 @@ class TimelineCaptures:
                     text = file.read(1 << 16)
                 path.unlink(missing_ok=True)
                 self.start(json.loads(text))
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 log.warning("a request for a timeline is refused: %r", error)
 
     def tick(self, now: float) -> None:
@@ -177,6 +186,14 @@ class TimelineCaptures:
             late = now >= capture.ends_at + ANSWER_S
             if capture.over and (late or all(capture.agents[link].answered for link in links)):
                 self._close(capture)
+
+    def _stop(self, file: Path) -> None:
+        """Ends the capture in a file, or removes it if it has not begun."""
+        for capture in [each for each in self._captures if each.request.file == file]:
+            if capture.descriptor is None:
+                self._captures.remove(capture)
+            else:
+                self._finish(capture, "stopped on request")
 
     def _begin(self, capture: _Capture, now: float) -> bool:
         """Begins a capture if its first step has begun."""

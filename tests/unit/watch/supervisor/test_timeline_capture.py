@@ -181,3 +181,26 @@ def test_only_the_newest_captures_are_kept(agents, captures, tmp_path, monkeypat
         for each in agents:
             each.asked.clear()
     assert sorted(each.name for each in tmp_path.glob("*.jsonl")) == ["2.jsonl", "3.jsonl"]
+
+
+def test_a_stopped_capture_gets_a_last_answer_and_its_end(agents, captures, tmp_path) -> None:
+    file, other = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    captures.start(CaptureRequest(file, 60.0).to_json())
+    captures.start(CaptureRequest(other, first_step=9).to_json())
+    for each in agents:
+        each.answer()
+    for each in (file, other):
+        request_capture("run-1", CaptureRequest(each, stop=True))
+    captures.read_requests()
+    captures.tick(time.monotonic())
+    assert [each.answer()["last"] for each in agents] == [True, True]
+    captures.tick(time.monotonic())
+    assert lines(file)[-1]["end"] == "stopped on request" and not other.exists()
+    assert captures.pause_s == 1.0  # none is left
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"file": "x", "steps": 1e999}', "[" * 30_000, "{"])
+def test_a_request_file_that_is_none_stops_nothing(captures, text: str, tmp_path) -> None:
+    (tmp_path / "shm" / "run-1" / "timeline-request-1.json").write_text(text)
+    captures.read_requests()
+    assert captures.pause_s == 1.0 and not list((tmp_path / "shm" / "run-1").glob("timeline-request-*"))
