@@ -20,6 +20,13 @@ _GENERIC_HOSTS = frozenset((
     "stdin", "kernel", "vm", "controller", "engine", "learner", "actor", "rollout", "server", "client", "gpu",
     "cuda",
 ))  # fmt: skip
+_GENERIC_RUNS = frozenset((
+    "sft", "preference", "reward", "rewards", "ppo", "grpo", "dpo", "kto", "orpo", "policy", "actor", "reference",
+    "critic", "engine", "rollout", "scorer", "environment", "courier", "controller", "supervisor", "agent", "rank",
+    "node", "host", "worker", "train", "trainer", "training", "eval", "test", "tests", "run", "runs", "job", "jobs",
+    "debug", "main", "demo", "logs", "incidents", "step", "steps", "error", "default", "none", "null", "true", "false",
+))  # fmt: skip
+"""Names of runs that are also words of logs and of file names: replacing these would change what the logs say."""
 _PUBLIC_DOMAINS = (
     "pytorch.org", "python.org", "github.com", "githubusercontent.com", "huggingface.co", "hf.co", "nvidia.com",
     "vllm.ai", "ray.io", "readthedocs.io", "readthedocs.org", "pypi.org", "pythonhosted.org", "wandb.ai",
@@ -37,7 +44,7 @@ _HEADER = re.compile(
 _ASSIGNMENT = re.compile(
     r"(?:(?P<name>[A-Za-z_][\w.-]{1,63})(?P<between>['\"]?\s{0,2}[:=]\s{0,2})"
     r"|(?<=--)(?P<option>[A-Za-z][\w.-]{1,63})(?P<space>\s{1,2}))(?P<quote>['\"]?)"
-    r"(?P<value>[^\s'\",;)}\]]{4,4000})"
+    r"(?P<value>(?<=')[^'\r\n]{4,4000}(?=')|(?<=\")[^\"\r\n]{4,4000}(?=\")|[^\s'\",;)}\]]{4,4000})"
 )
 _LOGIN = re.compile(
     r"(?i)\b((?:wandb|huggingface-cli|hf auth|docker|gh auth) login (?:[\w=.@/-]+ ){0,4}?(?:--?\w[\w-]*[ =])?)"
@@ -87,7 +94,8 @@ _LAUNCHER_HOST = re.compile(
     r"(?:^|(?<=\s))(?:host|hostname|HOSTNAME|nodename|SLURMD_NODENAME|MASTER_ADDR|HOST|nodelist|node)\s*[=:]\s*['\"]?"
     r"(?P<host>[A-Za-z][\w.-]{2,62})"
 )
-_WORD = r"[A-Za-z0-9_.-]"
+_JSON_HOST = re.compile(r'"(?:host|hostname|nodename)": ?"(?P<host>[A-Za-z][\w.-]{1,252})"')
+"""As in the captures, verdicts and processes of an incident."""
 
 
 class Redactor:
@@ -109,7 +117,7 @@ class Redactor:
         for host in sorted(set(hosts)):
             self._add_host(host)
         for name in sorted(set(runs)):
-            self._add(name, "run-name")
+            self._add_run(name)
         self._pattern: re.Pattern[str] | None = None
 
     @property
@@ -128,16 +136,18 @@ class Redactor:
                 self._add_user(found["user"])
                 self._add_host(found["host"])
         for found in _RUN_SETTING.finditer(text):
-            self._add(found["name"], "run-name")
+            self._add_run(found["name"])
         for found in _TRACKER_PATH.finditer(text):
             self._add(found["entity"], "team")
             self._add(found["project"], "project")
             if found["run"]:
-                self._add(found["run"], "run-name")
+                self._add_run(found["run"])
         for pattern in (_LAUNCHER_HOST, _URL_HOST):
             for found in pattern.finditer(text):
                 if re.search(r"\d|\.", found["host"]):
                     self._add_host(found["host"])
+        for found in _JSON_HOST.finditer(text):
+            self._add_host(found["host"])
         for pattern in (_CLOUD_HOST, _DOMAIN):
             for found in pattern.finditer(text):
                 self._add_host(found[0])
@@ -220,6 +230,11 @@ class Redactor:
         elif name not in self._names:
             own = self._names.get(short) or self._add(short, "machine")
             self._set(name, f"{own}.example.com")
+
+    def _add_run(self, name: str) -> None:
+        """Adds the name of a run, unless it could be any number, date or word of a log."""
+        if len(name) > 2 and re.search(r"[A-Za-z]", name) and name.lower() not in _GENERIC_RUNS:
+            self._add(name, "run-name")
 
     def _add(self, name: str, kind: str) -> str:
         """Returns the substitute of a name, a new one if it has none."""

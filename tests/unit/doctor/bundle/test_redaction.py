@@ -29,6 +29,8 @@ SECRETS = {
     "export": (f"export MY_SERVICE_TOKEN='{_RANDOM}'", _RANDOM),
     "option": (f"python train.py --api-key {_RANDOM} --lr 1e-4", _RANDOM),
     "option with equals": (f"python train.py --hf_token={_RANDOM} --lr 1e-4", _RANDOM),
+    "quoted, with a comma and spaces": ("smtp_password: 'a, b; c d'", "b; c"),
+    "JSON, with a comma": ('{"db_password": "x1,hunter2", "port": 5}', "hunter2"),
     "yaml password": ("  password: correct-horse-battery", "correct-horse-battery"),
     "repr": ("Namespace(lr=0.1, api_key='correct-horse-battery', steps=3)", "correct-horse-battery"),
     "slack": (f"https://hooks.slack.com xoxb-1234567890-{_RANDOM}", _RANDOM),
@@ -102,3 +104,19 @@ def test_addresses_keep_their_networks_and_stay_private_or_public() -> None:
     assert first.split(".")[:2] == same.split(".")[:2] != other.split(".")[:2]
     assert public.startswith("203.0.113.") and public2.startswith("203.0.113.") and private.startswith("172.")
     assert link.startswith("fe80::") and six.startswith("2001:db8::")
+
+
+def test_the_hosts_of_an_incident_go_also_where_they_are_keys() -> None:
+    capture, machine = '{"host":"gpubox","offset_ns":0}', '{\n "gpubox": {\n  "node": "gpubox"\n }\n}'
+    redactor = Redactor()
+    redactor.learn(machine)
+    redactor.learn(capture)
+    assert redactor.text(capture) == '{"host":"machine-1","offset_ns":0}'
+    assert "gpubox" not in redactor.text(machine)
+
+
+@pytest.mark.parametrize("run", ["2", "policy", "2026-11-27", "GRPO", "a"])
+def test_the_name_of_a_run_that_could_be_any_word_changes_no_log(run: str) -> None:
+    line = "2026-11-27 10:00:02 policy-0 grpo GRPO a rank 2 of 8 died in step 2"
+    assert Redactor((), (run,)).text(line) == line
+    assert Redactor((), (run, "grpo-7b-math")).text("saved grpo-7b-math") == "saved run-name-1"
