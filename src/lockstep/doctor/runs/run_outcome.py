@@ -99,6 +99,12 @@ class RunRecord:
     def incidents(self) -> list[Incident]:
         return incidents_of(self.events)
 
+    @property
+    def unrecovered(self) -> list[Incident]:
+        """The incidents of the last attempt that were not recovered. Those of earlier ones ended with their attempt."""
+        last = incidents_of([each for each in self.events if each.generation == self.generation])
+        return [each for each in last if not each.harmless]
+
     def json(self) -> dict[str, Any]:
         """Returns the record as JSON, which `parse_record` reads."""
         return asdict(self) | {"events": [asdict(each) for each in self.events], "results": dict(self.results)}
@@ -171,8 +177,9 @@ def run_title(record: RunRecord) -> str:
     incidents = record.incidents
     if not incidents:
         return title
-    bad = sum(not each.harmless for each in incidents)
-    return f"{title}; {count_noun(len(incidents), 'incident')}, {f'{bad} not recovered' if bad else 'recovered'}"
+    bad, over = len(record.unrecovered), all(each.harmless for each in incidents)
+    how = f"{bad} not recovered" if bad else "recovered" if over else "recovered or ended with an earlier attempt"
+    return f"{title}; {count_noun(len(incidents), 'incident')}, {how}"
 
 
 def judge_run(record: RunRecord, logs: Verdict | None) -> Verdict:
@@ -226,9 +233,11 @@ def _sentences(record: RunRecord) -> list[str]:
     healed = [each for each in record.incidents if each.harmless]
     if healed:
         found.append(f"Recovered: {summarize_list([_incident_text(each) for each in healed], 4)}.")
-    bad = [each for each in record.incidents if not each.harmless]
-    if bad:
-        found.append(f"Not recovered: {summarize_list([_incident_text(each) for each in bad], 4)}.")
+    bad = record.unrecovered
+    before = [each for each in record.incidents if not each.harmless and each not in bad]
+    for label, some in (("Not recovered", bad), ("Ended an earlier attempt", before)):
+        if some:
+            found.append(f"{label}: {summarize_list([_incident_text(each) for each in some], 4)}.")
     return found
 
 
@@ -284,9 +293,9 @@ def _next_command(record: RunRecord) -> str:
 
 
 def _open_incident(record: RunRecord) -> Verdict | None:
-    """Returns the stored verdict of the newest incident that has no end; None if there is none."""
-    for each in reversed(record.incidents):
-        if not each.harmless and each.folder:
+    """Returns the stored verdict of the last attempt's newest incident that has no end; None if there is none."""
+    for each in reversed(record.unrecovered):
+        if each.folder:
             try:
                 return parse_verdict(read_json(Path(record.folder) / each.folder / "verdict.json"))
             except (OSError, ValueError):

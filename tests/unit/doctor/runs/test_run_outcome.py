@@ -99,8 +99,8 @@ def test_a_run_without_an_end_was_stopped_from_outside(tmp_path: Path) -> None:
     assert other.cause == "host_oom" and other.distinguish
 
 
-def test_an_incident_that_was_not_recovered_gives_class_and_culprit(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def stalled(folder: Path) -> Culprit:
+    """A run that gave up because a rank stood still; returns that rank, which its incident names."""
     incident = folder / "incidents" / "20261127-202818-absent-policy-1"
 
     def stall(ledger: Ledger) -> None:
@@ -114,6 +114,12 @@ def test_an_incident_that_was_not_recovered_gives_class_and_culprit(tmp_path: Pa
     culprit = Culprit(1, role="policy", where="score() at reward.py:31")
     verdict = Verdict(VerdictKind.ABSENT, VerdictLevel.CONFIRMED, (culprit,), "slow_rank_preprocess", confidence=0.8)
     (incident / "verdict.json").write_text(json.dumps(verdict.json()))
+    return culprit
+
+
+def test_an_incident_that_was_not_recovered_gives_class_and_culprit(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    culprit = stalled(folder)
     answer = answer_job([str(folder)])
     assert answer.verdict.cause == "slow_rank_preprocess" and answer.verdict.culprits == (culprit,)
     assert answer.title.endswith("1 incident, 1 not recovered")
@@ -128,6 +134,20 @@ def test_the_second_attempt_counts(tmp_path: Path) -> None:
     record = read_record(folder)
     assert record.generation > 1 and record.state is RunState.KILLED, "the end belongs to the attempt before"
     assert f"attempt {record.generation}" in answer_job([str(folder)]).verdict.explanation
+
+
+@pytest.mark.parametrize("end", ["finished", "interrupted", "failed: OSError: no space left on device"])
+def test_what_ended_an_earlier_attempt_is_no_verdict_about_the_last_one(tmp_path: Path, end: str) -> None:
+    folder = tmp_path / "run"
+    culprit = stalled(folder)
+    with Ledger.resume(folder) as ledger:
+        ledger.record_event("start", rows=20)
+        ledger.record_event("end", reason=end, steps=8)
+    answer = answer_job([str(folder)])
+    assert answer.healthy == (not end.startswith("failed")) and culprit not in answer.verdict.culprits
+    assert answer.verdict.cause != "slow_rank_preprocess"
+    assert answer.title.endswith("1 incident, recovered or ended with an earlier attempt")
+    assert "Ended an earlier attempt: policy-1" in answer.verdict.explanation
 
 
 def test_a_record_in_a_bundle_gives_the_same_answer(tmp_path: Path) -> None:
