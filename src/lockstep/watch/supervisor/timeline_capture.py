@@ -170,6 +170,8 @@ class TimelineCaptures:
                 self.start(json.loads(text))
             except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 log.warning("a request for a timeline is refused: %r", error)
+                with contextlib.suppress(OSError):  # one that cannot be opened, which is not warned of again
+                    path.unlink(missing_ok=True)
 
     def tick(self, now: float) -> None:
         """Asks the agents that are due, and begins and ends captures."""

@@ -204,3 +204,12 @@ def test_a_request_file_that_is_none_stops_nothing(captures, text: str, tmp_path
     (tmp_path / "shm" / "run-1" / "timeline-request-1.json").write_text(text)
     captures.read_requests()
     assert captures.pause_s == 1.0 and not list((tmp_path / "shm" / "run-1").glob("timeline-request-*"))
+
+
+def test_a_request_file_that_is_a_link_is_refused_once(captures, tmp_path, caplog) -> None:
+    target = tmp_path / "target.json"
+    target.write_text(json.dumps(CaptureRequest(tmp_path / "1.jsonl").to_json()))
+    (tmp_path / "shm" / "run-1" / "timeline-request-1.json").symlink_to(target)
+    for _ in range(3):
+        captures.read_requests()
+    assert caplog.text.count("is refused") == 1 and target.exists() and not (tmp_path / "1.jsonl").exists()
