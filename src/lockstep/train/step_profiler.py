@@ -28,7 +28,8 @@ class StepProfiler:
     def __init__(self, config: ProfileConfig, folder: Path, name: str) -> None:
         self._config, self._folder, self._name = config, folder / PROFILES_FOLDER, name
         self._profiler: profile | None = None
-        self._first = 0
+        self._first = self._last = 0
+        """The first and the newest step that were recorded."""
 
     @contextmanager
     def record(self, step: int) -> Iterator[None]:
@@ -38,6 +39,7 @@ class StepProfiler:
             self._begin(step)
         yield
         if self._profiler is not None:
+            self._last = step
             self._profiler.step()
             if step >= config.last_step:
                 self._profiler.stop()
@@ -63,11 +65,13 @@ class StepProfiler:
             self._profiler.step()
 
     def _write(self, recorded: profile) -> None:
-        path = self._folder / f"{self._name}-steps-{self._first}-{self._config.last_step}.json.gz"
+        if self._last < self._first:  # only the step that warms up
+            return
+        path = self._folder / f"{self._name}-steps-{self._first}-{self._last}.json.gz"
         try:
             make_folder(self._folder)
             recorded.export_chrome_trace(str(path))
             set_access(path)
-            log.info("profile of steps %d to %d: %s", self._first, self._config.last_step, path)
+            log.info("profile of steps %d to %d: %s", self._first, self._last, path)
         except (OSError, RuntimeError) as error:
             log.warning("the profile could not be written: %s", error)

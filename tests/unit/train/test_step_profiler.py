@@ -44,7 +44,11 @@ def test_a_rank_that_begins_later_records_nothing(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_within_them_writes_what_there_is(tmp_path: Path) -> None:
     (file,) = train(tmp_path, range(1, 4), close=True)
-    assert recorded_rows(file) == {3}
+    assert file.name == "policy-rank0-steps-3-3.json.gz" and recorded_rows(file) == {3}
+
+
+def test_a_run_that_ends_in_the_step_before_them_writes_nothing(tmp_path: Path) -> None:
+    assert train(tmp_path, range(1, 3), close=True) == []
 
 
 def test_a_full_disk_fails_no_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
