@@ -1,6 +1,7 @@
 """Writes the redacted files of a job: as a bundle for a bug report, or as a case of the corpus."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -237,10 +238,28 @@ def _sources(answer: JobAnswer) -> tuple[CollectedSources, list[str]]:
     if answer.run is not None:
         top = Path(paths[0])
         found = collect_sources([paths[0]])
-        found.sources = [each for each in found.sources if each.name.split("/")[0] in _OWN_RUN_PARTS]
+        own = [each for each in found.sources if each.name.split("/")[0] in _OWN_RUN_PARTS]
+        found.sources = [each for each in own if each.path is not None and not _leads_out(each.path, paths)]
         return found, [f"{top.name}: everything but {', '.join(_OWN_RUN_PARTS)} and the record of the ledger"]
     found = collect_sources(paths)
-    return found, list(found.gaps)
+    outside = [each for each in found.sources if each.path is not None and _leads_out(each.path, paths)]
+    found.sources = [each for each in found.sources if each not in outside]
+    links = dict.fromkeys(each.name for each in outside)
+    return found, [*found.gaps, *(f"{name}: a link to something outside of what was given" for name in links)]
+
+
+def _leads_out(file: Path, given: Sequence[str]) -> bool:
+    """Whether a file is in a given folder only by a link, so that nobody may have meant to share it."""
+    tops = [Path(each) for each in given]
+    folders = [top if top.is_dir() else _fixed_part(top) for top in tops if not top.is_file()]
+    around = [folder for folder in folders if file.is_relative_to(folder)]
+    real = file.resolve()
+    return bool(around) and not any(real.is_relative_to(folder.resolve()) for folder in around)
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The folder above the first part of a pattern that has a wildcard."""
+    return Path(*itertools.takewhile(lambda part: not set("*?[") & set(part), pattern.parts))
 
 
 def _texts(found: CollectedSources, left_out: list[str]) -> Iterator[tuple[str, str]]:

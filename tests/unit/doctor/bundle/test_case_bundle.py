@@ -148,3 +148,21 @@ def test_bad_values_are_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(BundleRefused, match=r"no truth\.json"):
         share_case(answer, tmp_path / "job")
     assert not (tmp_path / "corpus").exists()
+
+
+def test_what_only_a_link_leads_to_is_not_shared(tmp_path: Path) -> None:
+    logs, private = tmp_path / "logs", tmp_path / "private"
+    write(logs, **JOBS["mismatch"])
+    private.mkdir()
+    (private / "notes.log").write_text("what nobody shares\n")
+    (logs / "link.log").symlink_to(private / "notes.log")
+    (logs / "folder").symlink_to(private)
+    (logs / "same.log").symlink_to(next(logs.glob("rank_0*")).name)
+    for number, paths in enumerate(([str(logs)], [f"{logs}/*.log"])):
+        written = write_bundle(answer_job(paths), tmp_path / f"bundle{number}")
+        texts = [each.read_text() for each in written.path.rglob("*") if each.is_file()]
+        assert not any("nobody shares" in text for text in texts)
+        assert any(each.startswith("link.log") or "/link.log" in each for each in written.left_out)
+        assert list(written.path.rglob("same.log"))
+    named = write_bundle(answer_job([str(logs / "link.log"), str(logs / "same.log")]), tmp_path / "named")
+    assert named.files == 2, "a file that is given by its name is meant"
