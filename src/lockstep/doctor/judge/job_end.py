@@ -26,6 +26,7 @@ _CLOSING = re.compile(
 )
 """How the last line of a program reports that its work is complete."""
 _CLOSING_LINES = 2
+_WAITS = re.compile(r"(?i)\bwaiting (?:for|on)\b")
 _MIN_ROWS = 4
 """Fewer rows with a NaN prove nothing: trainers skip one or two such steps."""
 
@@ -97,12 +98,13 @@ def _ended_process(history: "JobHistory", match: RuleMatch) -> bool:
 
 
 def ends_with_trouble(history: "JobHistory") -> bool:
-    """Whether the last lines of some file, after its last counter or report of completion, report an error."""
+    """Whether the last lines of some file, after its last counter or report of completion, report an error, or
+    the last one says that the program waits."""
     closing = _closing_lines(history)
     for log, lines in _last_lines(history):
         after = max((counter.line for counter in log.counters), default=0)
         after = max(after, closing.get(log.source, 0))
-        if any(names_trouble(each.text) for each in lines if each.line > after):
+        if _WAITS.search(lines[-1].text) or any(names_trouble(each.text) for each in lines if each.line > after):
             return True
     return False
 

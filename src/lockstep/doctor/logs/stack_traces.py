@@ -50,7 +50,8 @@ _WRAPPER_EXCEPTIONS = re.compile(
 )
 """Exceptions that only report another failure."""
 _TROUBLE_WORDS = re.compile(
-    r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead|core dumped)\b"
+    r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead"
+    r"|core dumped)\b"
     r"|^\[[^\]]{10,40} [EF] \d+ \d+\]|\berror:"
 )
 _NO_TROUBLE = re.compile(
