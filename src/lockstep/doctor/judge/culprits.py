@@ -19,6 +19,7 @@ _FIRST_FAILURE_CLASSES = frozenset((
     "host_oom", "rank_oom", "cuda_kernel_error", "gpu_hardware_fault", "rank_exception_masked", "shm_too_small",
     "os_limits", "storage_fault", "remote_service_timeout", "nan_or_inf",
     "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
+    "rank_divergent_branch",
 ))  # fmt: skip
 """Failure classes in which one process fails first. If no line names that process, the first process that ended with
 an error is the culprit."""
@@ -27,8 +28,9 @@ _MENTIONED_NODE = re.compile(
     rf"\b(?:ip|IP)[=:] ?({_ADDRESS})|\b(?:on|at|of|this) node ({_ADDRESS}|(?=[\w.-]*\d)[A-Za-z][\w.-]+)"
     rf"|[Nn]ode failure on ([\w.-]+)|\baddress: ({_ADDRESS})|\b(?:on|of) host ([\w.-]+)"
 )
-_RANK_PREFIX = re.compile(r"(?:^|Error: )\[?[Rr]ank (?P<rank>\d+)[\],:](?! [Rr]ank \d)")
+_RANK_PREFIX = re.compile(r"(?:^|Error: )\[?[Rr]ank (?P<rank>\d+)(?:[\],:](?! [Rr]ank \d)| exit)")
 """The beginning of a message that names the rank which raised it."""
+_MENTIONED_PID = re.compile(r"\bWorker PID[=:] ?(\d+)|\(pid[=:] ?(\d+)")
 _SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
 _DRIVERS = re.compile(
     r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
@@ -92,7 +94,7 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
 
     The structure names them; or lines capture them, or were written by them or by those of them that raised an
     exception; or they failed first, or did not join. The lines are those of the strongest rule or of another one for
-    causes. To name the only host says little.
+    causes. To name the only host says little, and so does the host of a line if the rank is known that failed first.
     """
     if found.cls in NO_FAULT and found.culprits is None:
         return []
@@ -105,14 +107,22 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
     lead = found.matches[0].rule.id
     rules = dict.fromkeys([lead, *(each.rule.id for each in found.matches if each.rule.signature.role == "cause")])
     only_host = _common_host(history)
+    first = _distinct(likely_first_failures(history)) if found.cls in _FIRST_FAILURE_CLASSES else ()
     for rule in rules:
         other = () if rule == lead else ("other_rule",)
         for reason, named in _culprits_of_rule(rule, found.matches, history):
+            ranks = [each for each in named if each.rank is not None]
+            named = ranks if ranks and reason != "captured" else named
             known = [each for each in named if not only_host or each.rank is not None or each.host != only_host]
+            if (
+                reason != "captured"
+                and all(each.rank is None for each in named)
+                and any(each.rank is not None for each in first)
+            ):
+                known = []
             reasons = (reason, *other, *(() if known else ("only_host",)))
             suspects.append(Suspects(_distinct(_unmapped_pids_as_ranks(known or named, history)), reasons))
-    if found.cls in _FIRST_FAILURE_CLASSES:
-        suspects.append(Suspects(_distinct(likely_first_failures(history)), ("first_failed",)))
+    suspects.append(Suspects(first, ("first_failed",)))
     return [each for each in suspects if each.parties]
 
 
@@ -269,6 +279,8 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
     rank = match.origin.rank if match.origin.rank is not None else history.rank(match)
     prefix = _RANK_PREFIX.search(match.text) if rank is None else None
     rank = int(prefix["rank"]) if prefix else rank
+    process = _MENTIONED_PID.search(match.text) if rank is None else None
+    rank = history.rank_of_pid.get(int(process[1] or process[2])) if process else rank
     host = match.origin.host or _host_of_task(match.origin.label, history)  # srun labels lines with the task
     mentioned = _MENTIONED_NODE.search(match.text)
     node = match.fields.get("ip", "")

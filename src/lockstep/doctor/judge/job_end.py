@@ -2,11 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from lockstep.doctor.logs import line_origin
-from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch
+from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch, TailLine
 from lockstep.doctor.logs.stack_traces import TRACEBACK_START, Traceback, is_primary, names_trouble
 from lockstep.doctor.logs.timestamps import TimestampParser
 
@@ -19,29 +19,36 @@ _EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): "
 _SURE_STRENGTH = 0.7
 """A cause with a rule of at least this strength outweighs an earlier report of success."""
 _CLOSING = re.compile(
-    r"(?i)\b(?:complete[d]?|done|finished|written|wrote|saved|verified|exported|uploaded|passed|succe\w+|all \w+ ok"
-    r"|exit(?:ed|ing)?(?: with)? (?:code|status|SystemExit:?)[ :=]*0)\b"
+    r"(?i)^(?!.*(?:NCCL|shutdown|\.(?:cc|cpp):\d)).*"
+    r"\b(?:completed?|done|finished|written|wrote|saved|verified|exported|uploaded|passed|succe\w+|all \w+ ok"
+    r"|reached step \d+|(?P<all>[1-9]\d*) of (?P=all)|exit(?:ed|ing)?(?: with)? (?:code|status|SystemExit:?)[ :=]*0)\b"
     r"(?!.{0,200}(?:waiting|with errors|(?<! 0 )failed))"
 )
 """How the last line of a program reports that its work is complete."""
+_CLOSING_LINES = 2
+_WAITS = re.compile(r"(?i)\bwaiting (?:for|on)\b")
 _MIN_ROWS = 4
 """Fewer rows with a NaN prove nothing: trainers skip one or two such steps."""
 
 
 def ended_well(history: "JobHistory") -> bool:
     """Whether the job reports success, nothing failed later, and earlier failures did not stop it."""
-    done = [each for each in history.facts("done") if not (history.continued_after(each) or _is_partial(history, each))]
+    reports = [each for each in history.facts("done")
+               if not (history.continued_after(each) or _is_partial(history, each))]  # fmt: skip
+    done = [(each.source, each.line) for each in reports]
+    done = done or (sorted(_closing_lines(history).items()) if closes(history) else [])
     if not done or _stays_without_number(history):
         return False
-    first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
+    first, last = done[0], dict(sorted(done, key=lambda each: each[1]))
     bad = [
         (each.source, each.origin.rank, each.line)
         for each in history.failures + history.exceptions
-        if _ended_process(history, each) and not (_cleans_up(each, last) or _was_handled(each.traceback, each, first))
+        if _ended_process(history, each)
+        and not (_cleans_up(each, last) or _was_handled(each.traceback, each.source, first))
     ]
     bad += [(at.source, None, each.number) for _, _, each, at in history.tracebacks
-            if is_primary(each) and not _was_handled(each, at, first)]  # fmt: skip
-    if any(each[0] != first.source or not _has_step_between(history, *each, first.line) for each in bad):
+            if is_primary(each) and not _was_handled(each, at.source, first)]  # fmt: skip
+    if any(each[0] != first[0] or not _has_step_between(history, *each, first[1]) for each in bad):
         return False
     later = (each for each in history.matches if each.line > last.get(each.source, each.line))
     return not any(_is_fatal(history, each) for each in later) and not any(
@@ -91,27 +98,47 @@ def _ended_process(history: "JobHistory", match: RuleMatch) -> bool:
 
 
 def ends_with_trouble(history: "JobHistory") -> bool:
-    """Whether the last lines of some file, after its last counter, report an error."""
-    for log in history.logs:
-        lines = sorted((tail for of_rank in log.tail_lines.values() for tail in of_rank), key=lambda tail: tail.line)
+    """Whether the last lines of some file, after its last counter or report of completion, report an error, or
+    the last one says that the program waits."""
+    closing = _closing_lines(history)
+    for log, lines in _last_lines(history):
         after = max((counter.line for counter in log.counters), default=0)
-        last = [tail.text for tail in lines[-_TAIL_LINES:] if tail.line > after]
-        if log.source not in history.old_sources and any(map(names_trouble, last)):
+        after = max(after, closing.get(log.source, 0))
+        if _WAITS.search(lines[-1].text) or any(names_trouble(each.text) for each in lines if each.line > after):
             return True
     return False
 
 
 def closes(history: "JobHistory") -> bool:
-    """Whether the last line of some file reports that work is complete, and no file ends with trouble."""
-    logs = [log for log in history.logs if log.kind == "log" and log.source not in history.old_sources]
-    last = [max((each for lines in log.tail_lines.values() for each in lines), key=lambda each: each.line)
-            for log in logs if log.tail_lines]  # fmt: skip
-    return any(_CLOSING.search(each.text) for each in last) and not ends_with_trouble(history)
+    """Whether the end of some file reports that work is complete, and no file ends with trouble."""
+    return bool(_closing_lines(history)) and not ends_with_trouble(history)
 
 
-def _was_handled(found: Traceback | None, at: RuleMatch | ParsedLog, done: RuleMatch) -> bool:
-    """Whether an exception was handled: only its last line was printed, and the job then reported success."""
-    return found is not None and found.is_last_line_only and at.source == done.source and found.number < done.line
+def _last_lines(history: "JobHistory") -> Iterator[tuple[ParsedLog, list[TailLine]]]:
+    for log in history.logs:
+        lines = sorted((each for of_rank in log.tail_lines.values() for each in of_rank), key=lambda each: each.line)
+        if lines and log.source not in history.old_sources:
+            yield log, lines[-_TAIL_LINES:]
+
+
+def _closing_lines(history: "JobHistory") -> Mapping[int, int]:
+    """Returns the line of each file, by source, that reports the completion of the work at its end."""
+    found = {}
+    for log, lines in _last_lines(history):
+        closing = [each.line for each in lines[-_CLOSING_LINES:] if _CLOSING.search(each.text)]
+        if closing and log.kind == "log":
+            found[log.source] = closing[-1]
+    return found
+
+
+def _was_handled(found: Traceback | None, source: int, done: tuple[int, int]) -> bool:
+    """Whether an exception was handled: only its last line was printed, and the job then reported success.
+
+    Args:
+        source: The file of the exception.
+        done: File and line of the report.
+    """
+    return found is not None and found.is_last_line_only and source == done[0] and found.number < done[1]
 
 
 def _cleans_up(match: RuleMatch, done: Mapping[int, int]) -> bool:

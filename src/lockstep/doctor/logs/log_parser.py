@@ -38,7 +38,7 @@ TOTAL_BYTES = 16 << 20
 MATCHES_PER_ORIGIN = 12
 """Number of first matches of a rule that are kept per origin; the last match is kept too."""
 MATCHES_PER_RULE = 2_000
-LAST_LINES = 12
+LAST_LINES = 24
 """Number of last lines that are kept per rank."""
 _LINES_BACK = 12
 """Number of preceding lines that are searched for a timestamp if a line has none."""

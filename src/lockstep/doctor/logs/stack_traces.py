@@ -50,12 +50,14 @@ _WRAPPER_EXCEPTIONS = re.compile(
 )
 """Exceptions that only report another failure."""
 _TROUBLE_WORDS = re.compile(
-    r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead)\b"
+    r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead"
+    r"|core dumped)\b"
     r"|^\[[^\]]{10,40} [EF] \d+ \d+\]|\berror:"
 )
 _NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|zero) (?:\w+ )?(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b"
-    r"|\b(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b ?[=:] ?0\b|\bCancelledError\b|\bSystemExit: 0$"
+    r"|\b(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b\W{0,2}[=:] ?0\b"
+    r"|\b(?:Task)?CancelledError\b|\bSystemExit: 0$"
     r"|^(?:\[(?:rank|default)\d+\]:)?\[I\d{4} .*"
 )
 """A count of no errors, an exit as intended, or a line that a C++ library logs as information."""

@@ -12,15 +12,16 @@ _DIGIT = re.compile(r"\d")
 _HEAD_CHARS = 600
 """Characters of a line that are searched for a counter. Rows of metrics, which end with it, are searched as a whole."""
 _STEP = re.compile(
-    r"(?:\"(?:step|iteration|global_step|it)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration|Iter"
-    r"|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,12})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
+    r"(?:\"(?:step|iteration|global_step|it|done)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration"
+    r"|Iter|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,12})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
     r"|\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<"
     r"|Epoch:? ?\[(?P<epoch>\d+)\](?: ?\[ *(?P<in>\d+)/(?P<last>\d+)\])?"
     r"|\b[Ee]poch[ =:]{1,2}(?P<epochs>\d{1,6})(?:/(?P<epochs_of>\d+))?\b"
     r"|(?:^|[\s:\]])\[ ?(?P<square>\d{1,9})\](?= ?[\w/]*(?:loss|acc|reward|return|ppl|grad|score)\w*[=: ]+-?[\d.])"
     r"|\b(?:Train|Test|Val\w{0,8}|Eval\w{0,6}):? ?(?:\[\d+\])?\[ *(?P<within>\d{1,9})/(?P<within_of>\d{1,9})\]"
     r"|\b(?:rows|samples|requests|prompts|episodes|documents|tasks|images|examples|trials|trajectories)(?: \w+)?"
-    r"[ =:]{1,2}(?P<count>\d+)\b|\b(?:rollout|episode|game|sample|request|trial|question) #?(?P<number>\d+)\b"
+    r"[ =:]{1,2}(?P<count>\d+)\b|\b(?:rollout|episode|game|sample|request|[Tt]rial|question) #?(?P<number>\d+)\b"
+    r"|(?:^|[\s:\]])(?P<bare>\d{1,9})/(?P<bare_of>\d{1,9}) (?=\w+=-?[\d.])"
 )
 _BAR = re.compile(r"\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<")
 _WITHIN = re.compile(
@@ -48,9 +49,9 @@ def parse_step(line: str) -> tuple[int, int, int, bool] | None:
         return None
     epoch = int(found["epoch"] or found["epochs"] or 0)
     step = found["step"] or found["bar"] or found["in"] or found["within"]
-    step = step or found["square"] or found["count"] or found["number"]
-    of = found["of"] or found["total"] or found["last"] or found["within_of"] or found["epochs_of"] or 0
-    return epoch, int(step) if step is not None else 0, int(of), found["bar"] is not None
+    step = step or found["square"] or found["count"] or found["number"] or found["bare"]
+    of = found["of"] or found["total"] or found["last"] or found["within_of"] or found["epochs_of"] or found["bare_of"]
+    return epoch, int(step) if step is not None else 0, int(of or 0), found["bar"] is not None
 
 
 def _step_within_epoch(line: str, epoch: re.Match[str] | None) -> tuple[int, int, int, bool] | None:

@@ -69,7 +69,7 @@ def decisive_lines(history: JobHistory) -> Sequence[tuple[LineOrigin, str, Fact]
     consequences = {each.place for each in history.matches if each.rule.signature.role != "cause"}
     for log in history.logs if not found else ():
         after = max((counter.line for counter in log.counters), default=0)
-        for each in (each for lines in log.tail_lines.values() for each in lines):
+        for each in (each for lines in log.tail_lines.values() for each in lines[-_MAX_LINES:]):
             if each.line > after and (log.source, each.line) not in consequences and names_trouble(each.text):
                 prefix = line_origin.parse_prefixes(each.text, TimestampParser())
                 if not is_secondary(each.text):

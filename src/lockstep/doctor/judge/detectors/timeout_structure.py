@@ -34,6 +34,9 @@ _FINAL_PHASE = re.compile(
 
 
 _PAIR = 2
+_TIMEOUT = re.compile(r"Timed out waiting (\d+)ms")
+_MOST_OF_WAIT = 0.7
+_LAST_LINES = 12
 _REPORTS_PER_SILENT_RANK = 4
 """Ranks that wrote nothing are absent only if this many times as many ranks report that they waited."""
 _RUNTIME_LINE = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
@@ -53,7 +56,9 @@ class WaitingRanks:
     history: JobHistory
     waits: Mapping[int, CollectiveWait]
     absent: tuple[int, ...]
-    """Known ranks that did not wait in a collective."""
+    """Known ranks that did not wait in a collective, or entered it too late."""
+    late: frozenset[int] = frozenset()
+    """Ranks that entered it after others had given up."""
 
     @property
     def timed_out(self) -> list[CollectiveWait]:
@@ -68,11 +73,32 @@ def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
         if log.source not in history.old_sources:
             writing |= {rank for rank in log.tail_lines if rank is not None}
             writing |= {counter.origin.rank for counter in log.counters if counter.origin.rank is not None}
+    late = _late_ranks(history, found)
+    found = {rank: each for rank, each in found.items() if rank not in late}
     raised = {history.rank(each) for each in history.exceptions}
     named = {int(rank) for each in history.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
     silent = history.ranks - set(found) - raised
     silent = silent if _REPORTS_PER_SILENT_RANK * len(silent) <= len(found) else frozenset()
-    return WaitingRanks(history, found, tuple(sorted(named or writing - set(found) - raised or silent)))
+    return WaitingRanks(history, found, tuple(sorted(named or late or writing - set(found) - raised or silent)), late)
+
+
+def _late_ranks(history: JobHistory, waits: Mapping[int, CollectiveWait]) -> frozenset[int]:
+    """Returns the ranks that lost a peer in the operation in which others timed out, and worked while those waited:
+    their last line was written after a wait had ended, or when most of it was over."""
+    late: set[int] = set()
+    for rank, each in waits.items():
+        last = _last_lines(history, rank)
+        for other in waits.values() if each.peer_lost and last else ():
+            if not other.timed_out or other.operation != each.operation or other.rank is None:
+                continue
+            before = _last_lines(history, other.rank)
+            limit = _TIMEOUT.search(other.text)
+            if before and limit and None not in (last[-1].when, before[-1].when):
+                waited = (last[-1].when or 0.0) - (before[-1].when or 0.0)
+                late |= {rank} if waited > int(limit[1]) / 1000 * _MOST_OF_WAIT else set()
+            elif each.file == other.file and last[-1].line > other.line:
+                late.add(rank)
+    return frozenset(late)
 
 
 def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
@@ -284,6 +310,7 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
             if _RUNTIME_LINE.search(each.text):
                 continue
             during = began is not None and each.when is not None and each.when > began + 1.0
+            during = during or rank in waiting.late
             logged_meanwhile = logged_meanwhile or during
             cls = class_of_activity(each.text)
             if cls != "uneven_data" and not during and _ENDED.search(each.text):
@@ -319,16 +346,20 @@ def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
 
 
 def _last_lines(history: JobHistory, rank: int) -> list[TailLine]:
-    """Returns the last lines of a rank, from the file to which it wrote last."""
-    found = [list(log.tail_lines[rank]) for log in history.logs
-             if rank in log.tail_lines and log.source not in history.old_sources]  # fmt: skip
+    """Returns the last lines of a rank before its exception, from the file to which it wrote last."""
+    found = []
+    for log in history.logs:
+        if rank in log.tail_lines and log.source not in history.old_sources:
+            first = min((each.first for origin, _, each, at in history.tracebacks
+                         if origin.rank == rank and at.source == log.source), default=None)  # fmt: skip
+            lines = [each for each in log.tail_lines[rank] if first is None or each.line < first][-_LAST_LINES:]
+            found += [lines] if lines else []
     return max(found, key=lambda each: each[-1].when or 0.0, default=[])
 
 
 def _last_line_fact(waiting: WaitingRanks, rank: int) -> Fact:
     last = _last_lines(waiting.history, rank)[-1]
-    file = next(log.name for log in waiting.history.logs
-                if rank in log.tail_lines and log.tail_lines[rank][-1] == last)  # fmt: skip
+    file = next(log.name for log in waiting.history.logs if last in log.tail_lines.get(rank, ()))
     return Fact(last.text, file=file, line=last.line)
 
 
