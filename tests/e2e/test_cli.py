@@ -319,7 +319,7 @@ def test_every_metric_and_file_is_documented(finished: FinishedRun) -> None:
     assert found - own - stages - evaluated <= metrics, found - own - stages - evaluated - metrics
     assert [path.name for path in sorted((finished.run / "steps").iterdir())][-1] == "00000004.arrow"
     there = {path.name for path in finished.run.iterdir()}
-    elsewhere = {"incidents", "inputs", "reference", "devices.json"}
+    elsewhere = {"incidents", "inputs", "reference", "devices.json", "timeline"}
     assert files - elsewhere == there - {"ledger.sqlite-wal", "ledger.sqlite-shm"}, "which SQLite creates for readers"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.terminal import FAILED, REFUSED, show_refusal
+from lockstep.cli.terminal import FAILED, REFUSED, ReadingProgress, show_refusal
 
 if TYPE_CHECKING:
     from lockstep.doctor.output.job_answer import JobAnswer
@@ -161,7 +161,6 @@ def _write_redacted(
 def _answer(paths: list[str], rules: list[Path], ranks: str | None, world_size: int | None) -> "JobAnswer":
     """Reads and judges, with progress on standard error. Exits if there is nothing to read, or a file is damaged."""
     from lockstep.doctor.output.job_answer import answer_job
-    from lockstep.doctor.output.reading_progress import ReadingProgress
     from lockstep.ledger.errors import LedgerError
 
     try:

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, errors and notes on the terminal, and the check for optional dependencies.
+"""What the commands share: exit codes, what they write to the terminal, and the check for optional dependencies.
 
 | code | meaning |
 |---|---|
@@ -10,11 +10,16 @@
 """
 
 import os
+import sys
+import time
 from importlib.util import find_spec
+from types import TracebackType
+from typing import Any
 
 import typer
 
 from lockstep.base.secrets import redact_text, secret_values
+from lockstep.base.text import count_noun, format_duration
 
 FAILED, REFUSED, PARTIAL, INTERRUPTED = 1, 2, 3, 130
 
@@ -24,6 +29,11 @@ _TRAIN = (
 )  # fmt: skip
 _MODULES = {"train": _TRAIN, "ray": (*_TRAIN, "ray"), "serve": (*_TRAIN, "fastapi", "uvicorn")}
 """The modules that each extra of the distribution installs."""
+
+_QUIET_S = 1.0
+"""Nothing is shown before: most jobs are read in less time."""
+_LINE_S = 10.0
+"""Seconds between two lines, where standard error is no terminal."""
 
 
 def _shown(text: str) -> str:
@@ -82,3 +92,47 @@ def require_extra(extra: str, command: str) -> None:
         text = f"{command} needs {missing}, which is not installed: pip install 'lockstep-rl[{extra}]'"
         show_refusal(ModuleNotFoundError(text))
         raise typer.Exit(REFUSED)
+
+
+class ReadingProgress:
+    """A context manager that is called with (files read, files, bytes read).
+
+    A terminal gets a bar, which disappears at the end. A file or pipe gets a line every ten seconds.
+    """
+
+    def __init__(self) -> None:
+        self._began = self._shown = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> "ReadingProgress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, files: int, size: int) -> None:
+        now = time.monotonic()
+        if sys.stderr.isatty():
+            if self._bar is None and now - self._began >= _QUIET_S and done < files:
+                self._open_bar(files)
+            if self._bar is not None:
+                self._bar.update(self._task, completed=done, description=f"reading logs, {size / 1e6:,.0f} MB")
+        elif now - self._shown >= _LINE_S and done < files:
+            self._shown = now
+            took = format_duration(now - self._began)
+            sys.stderr.write(f"read {done:,} of {count_noun(files, 'file')}, {size / 1e6:,.0f} MB, in {took}\n")
+            sys.stderr.flush()
+
+    def _open_bar(self, files: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from lockstep.report.safe_console import SafeConsole
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=SafeConsole(stderr=True), transient=True)
+        self._task = self._bar.add_task("reading logs", total=files)
+        self._bar.start()

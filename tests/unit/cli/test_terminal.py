@@ -40,3 +40,15 @@ def test_no_message_shows_a_secret(show, monkeypatch: pytest.MonkeyPatch, capsys
     shown = capsys.readouterr().err
     assert SECRET not in shown and "hunter22" not in shown
     assert "mirror answered [hidden] [/bold]" in shown
+
+
+def test_progress_is_a_line_every_ten_seconds_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.ReadingProgress() as progress:
+        for done, at in ((1, 101.0), (2, 111.0), (3, 112.0), (4, 122.0), (5, 140.0)):
+            now[0] = at
+            progress(done, 5, done * 1_000_000)
+    assert capsys.readouterr().err == "read 2 of 5 files, 2 MB, in 11s\nread 4 of 5 files, 4 MB, in 22s\n"

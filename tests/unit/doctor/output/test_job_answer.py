@@ -4,16 +4,13 @@ import io
 import json
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.doctor.knowledge.knowledge_base import load_knowledge
-from lockstep.doctor.output import reading_progress
 from lockstep.doctor.output.explanation import render_answer
 from lockstep.doctor.output.job_answer import answer_job, other_causes
-from lockstep.doctor.output.reading_progress import ReadingProgress
 from lockstep.watch.diagnosis.verdict import Alternative, Verdict, VerdictKind, VerdictLevel
 from tests.unit.doctor.job_logs import raised, steps, waited, write
 
@@ -57,18 +54,6 @@ def test_a_pasted_issue_is_read_from_standard_input() -> None:
     found = json.loads(done.stdout)
     assert found["class"] == "rank_exception_masked" and found["culprits"][0]["rank"] == 1
     assert found["evidence"][0]["line"] == 8
-
-
-def test_progress_is_a_line_every_ten_seconds_where_there_is_no_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(reading_progress.time, "monotonic", lambda: now[0])
-    with ReadingProgress() as progress:
-        for done, at in ((1, 101.0), (2, 111.0), (3, 112.0), (4, 122.0), (5, 140.0)):
-            now[0] = at
-            progress(done, 5, done * 1_000_000)
-    assert capsys.readouterr().err == "read 2 of 5 files, 2 MB, in 11s\nread 4 of 5 files, 4 MB, in 22s\n"
 
 
 def test_progress_counts_every_file(tmp_path: Path) -> None:

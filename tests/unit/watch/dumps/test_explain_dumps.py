@@ -92,8 +92,8 @@ def test_real_gloo_dumps(case: str, kind: str, culprits: list[int], said: str) -
 
 def test_json_is_the_only_output() -> None:
     said = json.loads(explain(FILES / "gloo_absent", "--json"))
-    assert list(said) == list(VERDICT.json())
-    assert parse_verdict(said).json() == said
+    assert list(said) == [*VERDICT.json(), "distinguish"]
+    assert parse_verdict(said).json() | {"distinguish": said["distinguish"]} == said
 
 
 def test_missing_dumps_become_evidence_and_next_steps(tmp_path: Path) -> None:
@@ -156,7 +156,9 @@ def test_an_incident_prints_its_verdict(tmp_path: Path) -> None:
     )
     assert made is not None
     for path in (made, made / "verdict.json", made.parent):
-        assert json.loads(explain(path, "--json")) == VERDICT.json()
+        said = json.loads(explain(path, "--json"))
+        assert [each["class"] for each in said.pop("distinguish")] == ["slow_rank_preprocess"]
+        assert said == VERDICT.json()
     text = explain(made)
     for part in ("rank 1 has not come.", "rank 1 (policy, host b, pid 77) in score() at reward.py:31", "0.90",
                  "all_reduce #412 on fsdp, called at fsdp.py:9 in step", "rank 0 has waited for rank 1 for 41s",
