@@ -73,14 +73,18 @@ def read_cases(folders: Iterable[Path], rules: KnowledgeBase) -> list[ReadCase]:
     return found
 
 
+def without(read: ReadCase, rules: KnowledgeBase, left_out: frozenset[str]) -> tuple[JobRecord, KnowledgeBase]:
+    """Returns the record of a case's job without the matches of the rules `left_out`, and the other rules."""
+    if not left_out & read.fired:
+        return read.job, rules
+    logs = [replace(log, matches=[each for each in log.matches if each.rule.id not in left_out])
+            for log in read.job.logs]  # fmt: skip
+    return replace(read.job, logs=logs), rules.without(left_out)
+
+
 def answer(read: ReadCase, rules: KnowledgeBase, left_out: frozenset[str] = frozenset()) -> Answer:
     """Judges a case, without the rules `left_out`."""
-    job = read.job
-    if left_out & read.fired:
-        logs = [replace(log, matches=[each for each in log.matches if each.rule.id not in left_out])
-                for log in job.logs]  # fmt: skip
-        job, rules = replace(job, logs=logs), rules.without(left_out)
-    verdict = judge_job(job, rules).verdict
+    verdict = judge_job(*without(read, rules, left_out)).verdict
     return Answer(read.case, verdict, read.case.class_right(verdict), read.case.culprits_right(verdict))
 
 

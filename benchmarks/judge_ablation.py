@@ -47,6 +47,11 @@ class JudgeFunction:
                     elif isinstance(value, tuple) and any(each is self.function for each in value):
                         undo.callback(setattr, module, name, value)
                         setattr(module, name, tuple(other if each is self.function else each for each in value))
+                    elif isinstance(value, dict) and any(each is self.function for each in value.values()):
+                        undo.callback(setattr, module, name, value)
+                        setattr(
+                            module, name, {key: other if each is self.function else each for key, each in value.items()}
+                        )
             yield
 
 

@@ -1,12 +1,12 @@
 """Finds the culprits of a failure: ranks, hosts, addresses, interfaces, devices or services."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
+from lockstep.doctor.judge.hypotheses import NO_FAULT, FailureHypothesis
 from lockstep.doctor.judge.job_history import JobHistory
-from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.line_origin import LineOrigin
 from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.watch.diagnosis.verdict import Culprit
@@ -70,15 +70,57 @@ def _is_no_failure_of_its_own(match: RuleMatch) -> bool:
     return _signal_or_code(match) in (*_TERMINATION_CODES, "0", "")
 
 
-def find_culprits(candidate: Candidate, history: JobHistory) -> tuple[Culprit, ...]:
-    """Returns all culprits that the logs show."""
-    if candidate.cls == "benign" or (candidate.cls == "unknown" and candidate.culprits is None):
-        return ()
-    if candidate.culprits is not None:
-        found = _prefer_complete_list([_as_culprit(each, history) for each in candidate.culprits], history)
-    else:
-        found = _culprits_of_matches(candidate, history)
-    return tuple(dict.fromkeys(found))[:_MAX_CULPRITS]
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Parties that one source names, with the keys of `culprits` in `weights.yaml` that apply to the source."""
+
+    parties: tuple[Culprit, ...]
+    reasons: tuple[str, ...]
+
+    def weight(self, weights: Mapping[str, float]) -> float:
+        return sum(weights[each] for each in self.reasons)
+
+
+def find_culprits(found: FailureHypothesis, history: JobHistory, weights: Mapping[str, float]) -> tuple[Culprit, ...]:
+    """Returns the culprits that the logs show: those of the source with the greatest weight."""
+    ranked = max(list_suspects(found, history), key=lambda each: each.weight(weights), default=None)
+    return ranked.parties if ranked is not None else ()
+
+
+def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspects]:
+    """Returns all sets of parties that may be the culprits.
+
+    The structure names them; or lines capture them, or were written by them or by those of them that raised an
+    exception; or they failed first, or did not join. The lines are those of the strongest rule or of another one for
+    causes. To name the only host says little.
+    """
+    if found.cls in NO_FAULT and found.culprits is None:
+        return []
+    if found.culprits is not None:
+        named = _prefer_complete_list([_as_culprit(each, history) for each in found.culprits], history)
+        return [Suspects(_distinct(named), ("structure",))]
+    if not found.matches or found.matches[0].rule.signature.culprit == "none":
+        return []
+    suspects = []
+    lead = found.matches[0].rule.id
+    rules = dict.fromkeys([lead, *(each.rule.id for each in found.matches if each.rule.signature.role == "cause")])
+    only_host = _common_host(history)
+    for rule in rules:
+        other = () if rule == lead else ("other_rule",)
+        for reason, named in _culprits_of_rule(rule, found.matches, history):
+            known = [each for each in named if not only_host or each.rank is not None or each.host != only_host]
+            reasons = (reason, *other, *(() if known else ("only_host",)))
+            suspects.append(Suspects(_distinct(_unmapped_pids_as_ranks(known or named, history)), reasons))
+    if found.cls in _FIRST_FAILURE_CLASSES:
+        suspects.append(Suspects(_distinct(likely_first_failures(history)), ("first_failed",)))
+    return [each for each in suspects if each.parties]
+
+
+def _distinct(named: Iterable[Culprit]) -> tuple[Culprit, ...]:
+    found: dict[object, Culprit] = {}
+    for each in named:
+        found.setdefault((each.rank, each.host if each.rank is None else "", each.name), each)
+    return tuple(found.values())[:_MAX_CULPRITS]
 
 
 def _prefer_complete_list(culprits: list[Culprit], history: JobHistory) -> list[Culprit]:
@@ -98,33 +140,6 @@ def _as_culprit(given: int | str | Culprit, history: JobHistory) -> Culprit:
     return culprit_of_rank(given, history) if isinstance(given, int) else Culprit(None, name=given)
 
 
-def _culprits_of_matches(candidate: Candidate, history: JobHistory) -> list[Culprit]:
-    """Returns the culprits according to the candidate's matches.
-
-    They are those of the first of these sources that names any: the leading rule, the other rules for causes in their
-    order, the process that failed first (for some classes), and the leading rule again, now also with the host from
-    which all lines come.
-    """
-    if not candidate.matches:
-        return []
-    lead = candidate.matches[0].rule
-    common_host = _common_host(history)
-
-    def specific_culprits(rule_id: str) -> list[Culprit]:
-        found = _culprits_of_rule(rule_id, candidate.matches, history)
-        return [each for each in found if not common_host or each.rank is not None or each.host != common_host]
-
-    found = specific_culprits(lead.id)
-    if not found and lead.signature.culprit != "none":
-        causes = dict.fromkeys(match.rule.id for match in candidate.matches if match.rule.signature.role == "cause")
-        found = next(filter(None, map(specific_culprits, causes)), [])
-        if not found and candidate.cls in _FIRST_FAILURE_CLASSES:
-            found = list(likely_first_failures(history))
-        if not found:
-            found = _culprits_of_rule(lead.id, candidate.matches, history)
-    return _unmapped_pids_as_ranks(found, history)
-
-
 def _common_host(history: JobHistory) -> str:
     """Returns the only host in the logs; "" if there are several. To name the only host says nothing."""
     logs = [log for log in history.logs if log.source not in history.old_sources]
@@ -133,23 +148,18 @@ def _common_host(history: JobHistory) -> str:
     return hosts.pop() if len(hosts) == 1 else ""
 
 
-def _culprits_of_rule(rule_id: str, matches: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
-    """Returns the culprits according to the matches of one rule.
-
-    Matches whose pattern captured a culprit are the most precise. If there are none, those of processes that raised an
-    exception are used, and if there are none of these either, all.
-    """
+def _culprits_of_rule(
+    rule_id: str, matches: Sequence[RuleMatch], history: JobHistory
+) -> Iterator[tuple[str, list[Culprit]]]:
+    """Yields the culprits according to the matches of one rule, with the reason."""
     same = [match for match in matches if match.rule.id == rule_id]
     if same[0].rule.signature.culprit == "others":
-        return _missing_participants(same, history)
-    found: dict[object, Culprit] = {}
-    for chosen in ([match for match in same if _captures_culprit(match)], _prefer_raising(same, history), same):
-        for culprit in (culprit for match in chosen for culprit in _culprits_of_match(match, history)):
-            host = culprit.host if culprit.rank is None else ""
-            found.setdefault((culprit.rank, host, culprit.name), culprit)
-        if found:
-            break
-    return list(found.values())
+        yield "missing", _missing_participants(same, history)
+        return
+    raising = _raising(same, history)
+    for reason, chosen in (("captured", [each for each in same if _captures_culprit(each)]), ("raised", raising),
+                           ("line", same)):  # fmt: skip
+        yield reason, [culprit for match in chosen for culprit in _culprits_of_match(match, history)]
 
 
 def _unmapped_pids_as_ranks(found: Iterable[Culprit], history: JobHistory) -> list[Culprit]:
@@ -179,12 +189,12 @@ def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> lis
     return [Culprit(None, host=each, name=each) for each in sorted(hosts)]
 
 
-def _prefer_raising(same: Sequence[RuleMatch], history: JobHistory) -> list[RuleMatch]:
-    """Drops the matches of ranks that raised no exception, if other ranks with the same line raised one."""
-    if not same or same[0].rule.signature.culprit != "line":
-        return list(same)
+def _raising(same: Sequence[RuleMatch], history: JobHistory) -> list[RuleMatch]:
+    """Returns the matches of ranks that raised an exception."""
+    if same[0].rule.signature.culprit != "line":
+        return []
     raising = {_origin_key(origin) for origin, _, _, _ in history.tracebacks} - {None}
-    return [each for each in same if _origin_key(each.origin) in raising] or list(same)
+    return [each for each in same if _origin_key(each.origin) in raising]
 
 
 def _origin_key(origin: LineOrigin) -> object:

@@ -11,8 +11,9 @@ from lockstep.doctor.judge.culprits import find_culprits
 from lockstep.doctor.judge.detectors.rank_differences import difference_candidates, stack_candidates
 from lockstep.doctor.judge.detectors.similar_text import similar_candidates
 from lockstep.doctor.judge.detectors.timeout_structure import structure_candidates
+from lockstep.doctor.judge.hypotheses import NO_FAULT, FailureHypothesis, JobEvidence, propose
 from lockstep.doctor.judge.job_history import JobHistory, build_history
-from lockstep.doctor.judge.scoring import Candidate, Judgement, rank_candidates
+from lockstep.doctor.judge.scoring import Judgement, judge_hypotheses, load_weights
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
 from lockstep.doctor.logs.log_parser import parse_logs
 from lockstep.doctor.logs.log_sources import collect_sources
@@ -20,6 +21,7 @@ from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch
 from lockstep.watch.diagnosis.verdict import (
     MIN_ACTION_CONFIDENCE,
     Alternative,
+    Culprit,
     Fact,
     StalledCollective,
     Verdict,
@@ -31,7 +33,8 @@ MAX_EVIDENCE = 8
 _MIN_CHARS = 4
 """Shorter lines are not used as evidence."""
 _LINES_PER_RULE, _FIRST_FACTS, _VICTIM_FACTS = 3, 4, 2
-_NO_FAULT = ("unknown", "benign")
+_FACTORS = "inference"
+"""The source of the evidence that says what decided."""
 _DETECTORS = (difference_candidates, structure_candidates, stack_candidates)
 _KIND_OF_CLASS = {
     "uneven_data": VerdictKind.MISMATCH,
@@ -122,16 +125,24 @@ def read_job(
 def judge_job(job: JobRecord, rules: KnowledgeBase) -> Explanation:
     """Derives the verdict from what was read."""
     history = build_history(job.logs)
-    structural = [each for detect in _DETECTORS for each in detect(history)]
-    judgement = rank_candidates(history, [*structural, *similar_candidates(history, rules, structural)])
-    verdict = _verdict(judgement, history, rules, job.gaps)
+    weights = load_weights()
+    judgement = judge_hypotheses(gather_evidence(history, rules), weights)
+    verdict = _verdict(judgement, find_culprits(judgement.best, history, weights.culprits), history, rules, job.gaps)
     recorded = prior_verdicts.overriding_verdicts(verdict, job.prior, logs_read=bool(job.logs))
     if recorded:
         return Explanation(recorded[0], history, judgement, rules, job.gaps, recorded)
     return Explanation(prior_verdicts.merge_dumps(verdict, job.prior), history, judgement, rules, job.gaps)
 
 
-def _verdict(judgement: Judgement, history: JobHistory, rules: KnowledgeBase, gaps: Sequence[str]) -> Verdict:
+def gather_evidence(history: JobHistory, rules: KnowledgeBase) -> JobEvidence:
+    """Collects the hypotheses about a job, of all signatures and detectors."""
+    structural = [each for detect in _DETECTORS for each in detect(history)]
+    return propose(history, [*structural, *similar_candidates(history, rules, structural)])
+
+
+def _verdict(
+    judgement: Judgement, culprits: tuple[Culprit, ...], history: JobHistory, rules: KnowledgeBase, gaps: Sequence[str]
+) -> Verdict:
     best = judgement.best
     lead = best.matches[0] if best.matches else None
     about = lead.rule.about if lead and lead.rule.cls == best.cls else rules.about.get(best.cls)
@@ -141,23 +152,23 @@ def _verdict(judgement: Judgement, history: JobHistory, rules: KnowledgeBase, ga
     fix = (signature and signature.fix) or (about.fix if about else "")
     collect = (signature.collect if signature and signature.collect is not None else about.collect) if about else ()
     return Verdict(
-        kind=VerdictKind.UNKNOWN if best.cls in _NO_FAULT else _KIND_OF_CLASS.get(best.cls, VerdictKind.UNKNOWN),
+        kind=VerdictKind.UNKNOWN if best.cls in NO_FAULT else _KIND_OF_CLASS.get(best.cls, VerdictKind.UNKNOWN),
         level=VerdictLevel.CONFIRMED
-        if judgement.confidence >= MIN_ACTION_CONFIDENCE and best.cls not in _NO_FAULT
+        if judgement.proven and judgement.confidence >= MIN_ACTION_CONFIDENCE and best.cls not in NO_FAULT
         else VerdictLevel.NOTICE,
-        culprits=find_culprits(best, history),
+        culprits=culprits,
         cause=best.cls,
         collective=_collective(best, history),
         confidence=judgement.confidence,
         alternatives=tuple(Alternative(each.cls, round(weight, 3)) for each, weight in judgement.others),
-        evidence=_evidence(best, history),
+        evidence=_evidence(judgement, culprits, history),
         explanation=fill_fields(explanation or "", fields),
         fix=fill_fields(fix or "", fields),
         collect=(*collect, *(f"a readable copy of {gap}" for gap in gaps[:4])),
     )
 
 
-def _collective(best: Candidate, history: JobHistory) -> StalledCollective | None:
+def _collective(best: FailureHypothesis, history: JobHistory) -> StalledCollective | None:
     """Returns the collective that the cause names, or the one in which the ranks waited; None if neither is known."""
     operation = best.collective
     for each in best.matches:
@@ -177,9 +188,11 @@ def _collective(best: Candidate, history: JobHistory) -> StalledCollective | Non
     return StalledCollective("", seq if seq is not None else -1, operation.lower())
 
 
-def _evidence(best: Candidate, history: JobHistory) -> tuple[Fact, ...]:
-    """Returns the evidence: the lines of the culprits, the structure, and the first victims, in this order."""
-    culprit_ranks = {each.rank for each in find_culprits(best, history)} - {None}
+def _evidence(judgement: Judgement, culprits: tuple[Culprit, ...], history: JobHistory) -> tuple[Fact, ...]:
+    """Returns the evidence: the lines of the culprits, the structure, and the first victims, in this order, then what
+    decided for the class."""
+    best = judgement.best
+    culprit_ranks = {each.rank for each in culprits} - {None}
     structural = [each for each in best.facts if len(each.text) >= _MIN_CHARS]
     matched = _match_facts(
         sorted(best.matches, key=lambda each: history.rank(each) not in culprit_ranks)
@@ -194,7 +207,8 @@ def _evidence(best: Candidate, history: JobHistory) -> tuple[Fact, ...]:
         else [*matched[:_FIRST_FACTS], *structural[:_FIRST_FACTS]]
     )
     facts = [*first, *matched[_FIRST_FACTS:], *structural[_FIRST_FACTS:], *last]
-    return tuple({(each.file, each.line): each for each in facts}.values())[:MAX_EVIDENCE]
+    shown = tuple({(each.file, each.line): each for each in facts}.values())[:MAX_EVIDENCE]
+    return (*shown, *(Fact(each, source=_FACTORS) for each in judgement.reasons if shown))
 
 
 def _match_facts(matches: Iterable[RuleMatch]) -> list[Fact]:

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep.doctor.judge.collective_waits import any_sharded_generation, class_of_activity, collective_of_frames
+from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
-from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.doctor.logs.stack_traces import UNREADABLE, LoggedStack
 from lockstep.watch.diagnosis.verdict import Culprit, Fact

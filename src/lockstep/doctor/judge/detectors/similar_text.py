@@ -5,9 +5,9 @@ The proposal counts only if no rule for the exact wording of a cause matched.
 
 from collections.abc import Iterator, Sequence
 
+from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.judge.rule_conditions import MatchIndex
-from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase
 from lockstep.doctor.logs import line_origin
 from lockstep.doctor.logs.line_origin import LineOrigin

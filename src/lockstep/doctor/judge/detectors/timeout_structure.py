@@ -20,8 +20,8 @@ from lockstep.doctor.judge.collective_waits import (
     waits_by_rank,
 )
 from lockstep.doctor.judge.culprits import ended_by_signal, likely_first_failures
+from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
-from lockstep.doctor.judge.scoring import Candidate
 from lockstep.doctor.logs.parsed_log import TailLine
 from lockstep.doctor.logs.stack_traces import is_primary
 from lockstep.doctor.logs.step_progress import last_step_by_rank
