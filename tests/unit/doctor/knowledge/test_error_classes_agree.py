@@ -13,11 +13,12 @@ from lockstep.watch.diagnosis.failure_classes import class_of_error
 EXAMPLES = [
     (rule.cls, rule.id, example)
     for rule in load_knowledge().rules
-    if rule.signature.role == "cause" and rule.cls is not None and rule.signature.frames is None
+    if rule.signature.role == "cause" and rule.cls is not None
+    if not (rule.signature.frames or rule.signature.needs)
     for example in rule.signature.examples
     if re.search(r"(?:Error|Exception)\b", example)
 ]
-"""Exceptions that name a class by themselves, without the frames above them."""
+"""Exceptions that name a class by themselves, without the frames above them or other lines."""
 
 
 @pytest.mark.parametrize(("cls", "rule", "example"), EXAMPLES)
