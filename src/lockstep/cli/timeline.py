@@ -48,7 +48,10 @@ def command(
     name = _living_run(run)
     if name is None:
         if seconds is not None or steps is not None:
-            _refuse(f"{run} has no process on this host that could be captured; leave out --seconds and --steps")
+            _refuse(
+                f"{run} has no process on this host that could be captured; leave out --seconds and --steps"
+                + _other_version(run)
+            )
         _write(capture_files(run), run, output)
         return
     with contextlib.ExitStack() as stack:
@@ -78,6 +81,15 @@ def _living_run(run: Path) -> str | None:
             "started, and with watch.enable: true"
         )
     return None
+
+
+def _other_version(run: Path) -> str:
+    """Says that a run was started by another version of Lockstep, if beacons of one are there; otherwise empty."""
+    from lockstep.watch.beacon.reader import other_versions
+
+    found = other_versions(run_name(run)) if (run / "run-id").is_file() else set()
+    numbers = ", ".join(map(str, sorted(found)))
+    return f". Its beacons have version {numbers}: use the Lockstep that started the run" if found else ""
 
 
 def _capture(name: str, file: Path, seconds: float | None, steps: int | None) -> None:
@@ -123,6 +135,8 @@ def _capture(name: str, file: Path, seconds: float | None, steps: int | None) ->
                 why="the capture ends", every_s=0.1, timeout_s=ANSWER_S + START_S,
             )  # fmt: skip
     except (WaitTimeout, OSError) as error:
+        with contextlib.suppress(OSError):
+            request_capture(name, replace(request, stop=True))
         show_refusal(error)
         raise typer.Exit(REFUSED) from None
 
@@ -136,8 +150,11 @@ def _write(files: list[Path], run: Path, output: Path | None) -> None:
     if not files:
         _refuse(
             f"{run} has no captured timeline and no incident; of a living run: lockstep timeline {run} --seconds 10"
+            + _other_version(run)
         )
     path = output or (run / "timeline.json.gz" if run.is_dir() else Path(f"timeline-{run.name}.json.gz"))
+    if not path.parent.is_dir():
+        _refuse(f"--output {path}: {path.parent} is not a folder; make it, or give a file in another one")
     try:
         summary = write_trace(read_timeline(files), path)
     except (ValueError, OSError) as error:

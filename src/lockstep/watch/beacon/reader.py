@@ -54,6 +54,20 @@ def read_beacons(run: str, events: bool = True) -> list[BeaconState]:
     return [state for state in states if state is not None]
 
 
+def other_versions(run: str) -> set[int]:
+    """The versions of a run's beacons that are not read, because another Lockstep wrote them."""
+    found: set[int] = set()
+    for path in run_shm_dir(run).glob("*.beacon"):
+        try:
+            with os.fdopen(open_own_file(path), "rb") as file:
+                head = file.read(len(MAGIC) + 4)
+        except OSError:
+            continue
+        if head.startswith(MAGIC) and len(head) == len(MAGIC) + 4:
+            found.add(int.from_bytes(head[len(MAGIC) :], "little"))
+    return found - {VERSION}
+
+
 def read_beacon(path: Path, events: bool = True) -> BeaconState | None:
     """Reads one beacon; None if the file is missing, too short, or not a beacon of this version. Reading without events
     takes a third of the time."""
