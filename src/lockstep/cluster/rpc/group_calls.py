@@ -166,7 +166,7 @@ def _send(
         there = [worker for worker in workers if worker.link is link]
         if there:
             channels = [worker.channel for worker in there]
-            call = OpenCall(next(there[0].call_ids), group, signature, arguments, there, channels)
+            call = OpenCall(next(there[0].call_ids), group, signature, arguments, there, channels, link)
             calls.add(call)
             with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
                 link.send_calls(call)

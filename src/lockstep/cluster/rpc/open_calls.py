@@ -10,6 +10,7 @@ from lockstep.cluster.rpc.codec import MethodSignature
 from lockstep.cluster.rpc.futures import CallGroup
 
 if TYPE_CHECKING:
+    from lockstep.cluster.rpc.relayed_connection import CallRelayLink
     from lockstep.cluster.rpc.remote_worker import RemoteWorker
 
 
@@ -37,6 +38,8 @@ class OpenCall:
     workers: "Sequence[RemoteWorker]"
     channels: Sequence[int] = ()
     """The channels of the workers in their node's relay; none for a worker that is called by itself."""
+    link: "CallRelayLink | None" = None
+    """The connection to that relay. A relay that replaces it numbers its channels anew."""
     left: "set[RemoteWorker] | None" = None
     """The workers that have not answered; None if no worker has."""
 
@@ -76,12 +79,12 @@ class OpenCalls:
                 del self._calls[number]
             return call
 
-    def take_complete(self, number: int, channels: Sequence[int]) -> OpenCall | None:
+    def take_complete(self, number: int, channels: Sequence[int], link: "CallRelayLink") -> OpenCall | None:
         """Records that all workers of a call have answered in one message. Returns None, and does nothing, unless these
-        are their channels, in any order, and none of them had answered before."""
+        are their channels on the connection that they were called over, in any order, and none had answered before."""
         with self.lock:
             call = self._calls.get(number)
-            if call is None or call.left is not None or len(call.channels) != len(channels):
+            if call is None or call.link is not link or call.left is not None or len(call.channels) != len(channels):
                 return None
             if call.channels != channels and set(call.channels) != set(channels):
                 return None

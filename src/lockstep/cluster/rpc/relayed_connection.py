@@ -95,7 +95,7 @@ class CallRelayLink:
         now = time.monotonic()
         call = None
         if ids.count(ids[0]) == len(ids) and channels[0] in self.channels:
-            call = self.channels[channels[0]][1].node.calls.take_complete(ids[0], channels)
+            call = self.channels[channels[0]][1].node.calls.take_complete(ids[0], channels, self)
         if call is not None:
             workers = call.workers
             if channels != call.channels:  # the channel of a worker may be closed here already

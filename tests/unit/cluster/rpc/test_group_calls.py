@@ -159,6 +159,22 @@ def test_results_of_a_worker_whose_connection_is_closed_meanwhile_count() -> Non
     assert gather_results(calls, "sums") == [7, 9, 11]
 
 
+def test_results_of_a_relay_that_replaced_another_belong_to_its_own_channels() -> None:
+    """Every relay counts its channels from 1, and the workers may connect to the new one in another order."""
+    nodes, workers = two_nodes((0, 1), ())
+    calls = submit_all(workers, Adder.add, Scattered(columns(2), (1,)))
+    node = nodes[0]
+    assert node.channels == {0: 1, 1: 2}
+    link = CallRelayLink(node, lambda _: None)  # type: ignore[arg-type]
+    link.open(1, workers[1])
+    link.open(2, workers[0])
+    number = node.got[0][0].id
+    of_1, of_0 = (signature_of(Adder.add).encode_result(value) for value in (9, 7))
+    frame = pack_relayed(RelayedResults([1, 2], [number] * 2, [len(of_1), len(of_0)]), [of_1, of_0])
+    link.handle_frame(bytearray(b"".join(frame)), node._accept)
+    assert gather_results(calls, "sums") == [7, 9]
+
+
 def test_a_malformed_frame_of_results_is_refused() -> None:
     nodes, workers = two_nodes((0, 1), ())
     submit_all(workers, Adder.add, Scattered(columns(2), (1,)))
