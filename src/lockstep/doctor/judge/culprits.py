@@ -58,6 +58,12 @@ def ended_by_signal(history: JobHistory) -> bool:
     return any(code.startswith(("-", "SIG")) or code in _KILL_CODES for code in codes)
 
 
+def was_terminated(rank: int, history: JobHistory) -> bool:
+    """Whether SIGTERM ended a rank."""
+    return any(history.rank(each) == rank and _signal_or_code(each) in _TERMINATION_CODES
+               for each in history.facts("exit"))  # fmt: skip
+
+
 def culprit_of_rank(rank: int, history: JobHistory) -> Culprit:
     """Returns a rank as a culprit, with its host and the line where its first traceback ended."""
     return Culprit(rank, host=history.hosts.get(rank, ""), where=history.exception_sites.get(rank, ""))

@@ -25,7 +25,7 @@ def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
 def _different_operations(history: JobHistory) -> Iterator[Candidate]:
     """Yields a candidate if ranks called different collectives at the same sequence number.
 
-    The same operation with different shapes means uneven data.
+    The same operation with different shapes means uneven data, unless the ranks called it in different places.
     """
     mismatches = [each for each in history.facts("mismatch") if not history.continued_after(each)]
     if not mismatches:
@@ -38,7 +38,8 @@ def _different_operations(history: JobHistory) -> Iterator[Candidate]:
             for each in (match.fields for match in first or mismatches) if each.get("rank")]  # fmt: skip
     ranks = minority_ranks(reports) or tuple(sorted({rank for rank, _, _ in reports}))
     operation = mismatches[0].fields.get("op", "").lower()
-    if len(operations) == 1:
+    places = {history.exception_sites[rank] for rank, _, _ in reports if rank in history.exception_sites}
+    if len(operations) == 1 and len(places) < 2:
         yield Candidate("uneven_data", 0.7, list(mismatches), ranks, operation)
     else:
         yield Candidate("rank_divergent_branch", 0.8, list(mismatches), ranks, operation)
@@ -102,6 +103,10 @@ _FILE_FUNCTIONS = re.compile(
 )
 
 
+_HELPER_FILE = re.compile(r"torch/distributed/(?:elastic|run|launch)|accelerate/commands|data/_utils/worker\.py")
+"""Files in the stacks of launchers and of loader workers, which are no ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class StackSnapshot:
     """The stack of the main thread of a process, its collective ("" if none), and the function that called it."""
@@ -112,11 +117,11 @@ class StackSnapshot:
 
 
 def stack_snapshots(history: JobHistory) -> list[StackSnapshot]:
-    """Returns the stacks that were taken in the last attempt."""
+    """Returns the stacks of ranks that were taken in the last attempt."""
     found = []
     for log in history.logs:
         for stack in log.stacks if log.source not in history.old_sources else ():
-            if stack.is_main_thread:
+            if stack.is_main_thread and not any(_HELPER_FILE.search(frame.file) for frame in stack.frames):
                 own = [frame.function for frame in stack.frames if "torch/" not in frame.file]
                 found.append(StackSnapshot(stack, collective_of_frames(stack.frames), own[-1] if own else ""))
     return found
@@ -129,12 +134,13 @@ def stack_candidates(history: JobHistory) -> Iterator[Candidate]:
     if len(found) < 2 or not counted:
         return
     waited, many = counted.most_common(1)[0]
-    others = [each for each in found if each.operation != waited]
+    elsewhere = [each for each in found if each.operation != waited]
+    others = [each for each in elsewhere if not each.operation] or elsewhere
     if not others or many < len(others):
         return
     facts = [Fact(each.stack.text, file=each.stack.file, line=each.stack.number) for each in others[:3]]
     in_kernel = [each for each in others if each.stack.state == UNREADABLE]
-    culprits = tuple(_culprit_of_stack(each.stack, history) for each in in_kernel or others)
+    culprits = tuple(_culprit_of_stack(each.stack, history, len(others) == 1) for each in in_kernel or others)
     where = others[0].caller or "a place that could not be inspected"
     text = f"{many} processes wait in {waited}; {len(others)} {'is' if len(others) == 1 else 'are'} in {where}."
     cls, weight = _classify_outliers(found, in_kernel, others)
@@ -163,12 +169,19 @@ def _classify_outliers(
     return ("storage_fault", 0.45) if _FILE_FUNCTIONS.search(frames) else ("rank_divergent_branch", 0.5)
 
 
-def _culprit_of_stack(stack: LoggedStack, history: JobHistory) -> Culprit:
+def _culprit_of_stack(stack: LoggedStack, history: JobHistory, only: bool) -> Culprit:
+    """Returns the process of a stack as a culprit: its rank, if it is known.
+
+    Args:
+        only: Whether it is the only process outside the collective, and so the only rank that raised no exception.
+    """
     rank = stack.origin.rank
     if rank is None and stack.pid is not None:
         rank = history.rank_of_pid.get(stack.pid)
     host = stack.origin.host or (history.hosts.get(rank, "") if rank is not None else "")
     frame = next((each for each in reversed(stack.frames) if "torch/" not in each.file), None)
     where = f"{frame.function}() at {frame.file}:{frame.line}" if frame else ""
+    silent = history.ranks - {each.rank for each, _, _, _ in history.tracebacks} if only and rank is None else ()
+    rank = next(iter(silent)) if len(silent) == 1 else rank
     name = "" if rank is not None else host or str(stack.pid)
     return Culprit(rank, host=host, pid=stack.pid, where=where, name=name)

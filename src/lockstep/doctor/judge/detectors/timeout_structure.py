@@ -19,7 +19,7 @@ from lockstep.doctor.judge.collective_waits import (
     main_stack_by_rank,
     waits_by_rank,
 )
-from lockstep.doctor.judge.culprits import ended_by_signal, likely_first_failures
+from lockstep.doctor.judge.culprits import ended_by_signal, likely_first_failures, was_terminated
 from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.logs.parsed_log import TailLine
@@ -151,8 +151,15 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
     ranks = tuple(each.rank for each in ended if each.rank is not None)
     if ranks and not ended_by_signal(waiting.history):
         text = f"{_rank_list(ranks)} ended first, without a message; the others lost the connection."
+        terminated = all(was_terminated(each, waiting.history) for each in ranks)
         yield Candidate(
-            "rank_exception_masked", 0.5, [], tuple(ended), lost[0].operation, text, _wait_facts(waiting, ())
+            "external_kill" if terminated else "rank_exception_masked",
+            0.5,
+            [],
+            tuple(ended),
+            lost[0].operation,
+            text,
+            _wait_facts(waiting, ()),
         )
     elif not ranks and waiting.absent and len(waiting.absent) <= len(lost):
         facts = [_last_line_fact(waiting, rank) for rank in waiting.absent[:3] if _last_lines(waiting.history, rank)]
