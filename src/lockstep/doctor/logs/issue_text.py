@@ -52,6 +52,8 @@ _VERSIONS = re.compile(
     r"(?P<between>[\s`*:=|v~-]{1,6}(?:version[\s`*:=|is]{1,6})?)(?P<version>\d+\.\d+(?:\.\d+){0,3}(?:[.+-]?[a-z]+\d*)*)"
 )
 _SPELLINGS = {"pytorch": "torch", "py torch": "torch", "driver version": "driver"}
+_CAPTURE = b'{"lockstep_timeline"'
+"""How a captured timeline begins (`watch/supervisor/timeline_capture.py`)."""
 _MAX_BYTES = 4 << 20
 """Longer texts are logs."""
 
@@ -74,11 +76,17 @@ class IssueText:
 
 
 def log_blocks(name: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Passes the blocks of a source on; of an issue's text only the logs in it.
+    """Passes the blocks of a source on; of an issue's text only the logs in it, and of a captured timeline nothing.
 
     Args:
-        name: The name of the source. Only Markdown files and standard input are examined.
+        name: The name of the source. Only Markdown files, JSON lines and standard input are examined.
     """
+    if name.endswith(".jsonl"):
+        head = next(blocks := iter(blocks), b"")
+        if not head.startswith(_CAPTURE):
+            yield head
+            yield from blocks
+        return
     if name != "stdin" and not _MARKDOWN_NAME.search(name):
         yield from blocks
         return

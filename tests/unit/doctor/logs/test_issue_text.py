@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.doctor.judge.log_diagnosis import explain
 from lockstep.doctor.logs.issue_text import is_issue_text, log_blocks, take_apart
+from lockstep.watch.supervisor.timeline_capture import header_line
 
 ISSUE = """### Describe the bug
 
@@ -93,6 +94,12 @@ def test_a_log_is_no_issue_even_with_markdown_in_a_completion(text: str) -> None
 def test_other_files_and_long_texts_pass_unchanged() -> None:
     assert list(log_blocks("rank_0.log", [ISSUE.encode(), b"x"])) == [ISSUE.encode(), b"x"]
     assert b"".join(log_blocks("issue.md", [b"# a\n", b"prose\n"])) == b"# a\nprose\n"
+
+
+def test_a_captured_timeline_is_no_log() -> None:
+    capture = header_line("run", 1.0, 2, 1).encode()
+    assert list(log_blocks("timeline/steps.jsonl", [capture, b"RuntimeError: in a name\n"])) == []
+    assert list(log_blocks("log.jsonl", [b'{"level": "info"}\n', b"x"])) == [b'{"level": "info"}\n', b"x"]
 
 
 def test_an_issue_gets_the_verdict_of_its_log_with_the_lines_of_its_file(tmp_path: Path) -> None:
