@@ -111,6 +111,7 @@ def ends_stuck(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     if one.cls != "external_kill" or not one.matches:
         return None
     earlier = [*job.history.failures, *(match for each in job.hypotheses if each is not one for match in each.signed)]
+    earlier = [each for each in earlier if each.when is not None or each.rule.signature.role != "victim"]
     return any(long_before(each, one.matches[0]) and job.stopped(each) for each in earlier)
 
 

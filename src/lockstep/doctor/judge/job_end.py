@@ -36,7 +36,8 @@ def ended_well(history: "JobHistory") -> bool:
     reports = [each for each in history.facts("done")
                if not (history.continued_after(each) or _is_partial(history, each))]  # fmt: skip
     done = [(each.source, each.line) for each in reports]
-    done = done or (sorted(_closing_lines(history).items()) if closes(history) else [])
+    closing = _closing_lines(history) if not done and closes(history) else {}
+    done = done or sorted(each for each in closing.items() if not _stops_short(history, *each))
     if not done or _stays_without_number(history):
         return False
     first, last = done[0], dict(sorted(done, key=lambda each: each[1]))
@@ -65,8 +66,13 @@ def _stays_without_number(history: "JobHistory") -> bool:
 
 def _is_partial(history: "JobHistory", done: RuleMatch) -> bool:
     """Whether only an evaluation or test ended: the last counter before the line had not reached its total."""
-    before = [counter for counter in history.counters_of(done.source) if counter.line < done.line]
-    return "part" in done.fields and bool(before) and before[-1].step + 1 < before[-1].of
+    return "part" in done.fields and _stops_short(history, done.source, done.line)
+
+
+def _stops_short(history: "JobHistory", source: int, line: int) -> bool:
+    """Whether the last counter before a line had not reached its total."""
+    before = [counter for counter in history.counters_of(source) if counter.line < line]
+    return bool(before) and before[-1].step + 1 < before[-1].of
 
 
 def _has_step_between(history: "JobHistory", source: int, rank: int | None, line: int, until: int) -> bool:
