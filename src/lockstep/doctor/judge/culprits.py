@@ -9,6 +9,7 @@ from lockstep.doctor.judge.hypotheses import NO_FAULT, FailureHypothesis
 from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.logs.line_origin import LineOrigin
 from lockstep.doctor.logs.parsed_log import RuleMatch
+from lockstep.doctor.logs.stack_traces import names_trouble
 from lockstep.watch.diagnosis.verdict import Culprit
 
 _TERMINATION_CODES = ("SIGTERM", "Terminated", "-15", "15", "143")
@@ -24,12 +25,21 @@ _FIRST_FAILURE_CLASSES = frozenset((
 """Failure classes in which one process fails first. If no line names that process, the first process that ended with
 an error is the culprit."""
 _ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"
+_PEER = rf"\[?(?:::ffff:)?(?!127\.)({_ADDRESS}|[\da-f]{{1,4}}:[\da-f:]*:[\da-f:]*)"
 _MENTIONED_NODE = re.compile(
     rf"\b(?:ip|IP)[=:] ?({_ADDRESS})|\b(?:on|at|of|this) node ({_ADDRESS}|(?=[\w.-]*\d)[A-Za-z][\w.-]+)"
-    rf"|[Nn]ode failure on ([\w.-]+)|\baddress: ({_ADDRESS})|\b(?:on|of) host ([\w.-]+)"
+    rf"|[Nn]ode failure on ([\w.-]+)|\baddress: ({_ADDRESS})|\b(?:on|of) host ([\w.-]+)|\bnode:({_ADDRESS})"
+    rf"|\b(?:remote=|(?:[Cc]onnect(?:ion|ing)? (?:to|with)|refused by) ){_PEER}"
+    rf"|\[([A-Za-z][\w.-]*\d[\w.-]*|(?!127\.){_ADDRESS})\]:\d{{2,5}}\b"
 )
+"""A node that a line names: the one that it is about, or the other end of a connection."""
 _RANK_PREFIX = re.compile(r"(?:^|Error: )\[?[Rr]ank (?P<rank>\d+)(?:[\],:](?! [Rr]ank \d)| exit)")
 """The beginning of a message that names the rank which raised it."""
+_RANK_IN_PROSE = re.compile(
+    r"(?<![\w-])(?:[Rr]ank|(?P<process>(?<!worker )[Pp]rocess)) (?P<rank>\d{1,5})(?![\w/.]|-\d| of \d)"
+    r"(?=$|[,:;.)]| (?:got|is|was|has|had|did|died|failed|raised|terminated|exited|crashed|ran|hit|cannot|could)\b)"
+)
+"""A rank or spawned process in the text of a message: `on rank 3`, `Rank 3 got`, `process 3 terminated`."""
 _MENTIONED_PID = re.compile(r"\bWorker PID[=:] ?(\d+)|\(pid[=:] ?(\d+)")
 _SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
 _DRIVERS = re.compile(
@@ -283,8 +293,7 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
     """
     where = match.traceback.where if match.traceback else ""
     rank = match.origin.rank if match.origin.rank is not None else history.rank(match)
-    prefix = _RANK_PREFIX.search(match.text) if rank is None else None
-    rank = int(prefix["rank"]) if prefix else rank
+    rank = _mentioned_rank(match, history) if rank is None else rank
     process = _MENTIONED_PID.search(match.text) if rank is None else None
     rank = history.rank_of_pid.get(int(process[1] or process[2])) if process else rank
     host = match.origin.host or _host_of_task(match.origin.label, history)  # srun labels lines with the task
@@ -304,6 +313,19 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
     if _SERVICE.search(file_name):
         return Culprit(None, name=file_name, role=file_name, where=where)
     return Culprit(None, name=role, role=role, where=where, pid=match.origin.pid) if role else None
+
+
+def _mentioned_rank(match: RuleMatch, history: JobHistory) -> int | None:
+    """Returns the only rank that a message of trouble names; None if it names none or several. Processes must be known
+    ranks, since the number may be a pid."""
+    prefix = _RANK_PREFIX.search(match.text)
+    if prefix is not None:
+        return int(prefix["rank"])
+    if match.rule.signature.culprit != "line" or not names_trouble(match.text):
+        return None
+    found = {(int(each["rank"]), each["process"]) for each in _RANK_IN_PROSE.finditer(match.text)}
+    named = {rank for rank, process in found if process is None or rank in history.ranks}
+    return named.pop() if len(named) == 1 else None
 
 
 def _host_of_task(task: int | None, history: JobHistory) -> str:

@@ -352,3 +352,26 @@ def test_the_pid_of_a_remote_error_is_that_of_a_rank(tmp_path: Path) -> None:
         "IndexError: list index out of range",
     ]
     assert names(judged(tmp_path, driver=[*placed, *error])) == [2]
+
+
+@pytest.mark.parametrize(
+    ("line", "party"),
+    [
+        ("OSError: [Errno 28] No space left on device, on rank 3", 3),
+        ("Rank 2 got OSError: [Errno 28] No space left on device", 2),
+        ("No space left on device: process 1 failed to write", 1),
+        ("raylet of node:10.7.0.9: No space left on device", "10.7.0.9"),
+        ("writer: no answer, remote=[::ffff:10.7.0.9]:2154: Input/output error", "10.7.0.9"),
+        ("store at [n-12]:8265: No space left on device", "n-12"),
+        ("connection to [fd00:7::9]:2154: Input/output error", "fd00:7::9"),
+    ],
+)
+def test_the_party_that_a_line_names(tmp_path: Path, line: str, party: int | str) -> None:
+    others = [each for rank in range(4) for each in steps(rank, 3)]
+    verdict = judged(tmp_path, job=[*others, line])
+    assert verdict.cause == "storage_fault" and names(verdict) == [party]
+
+
+def test_a_line_that_names_several_ranks_names_no_culprit(tmp_path: Path) -> None:
+    line = "No space left on device: rank 1 failed, rank 2 failed"
+    assert judged(tmp_path, job=[*steps(0, 3), line]).culprits == ()
