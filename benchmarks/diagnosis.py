@@ -4,6 +4,7 @@
     python -m benchmarks.diagnosis ../shared/cases       another one: a folder with truth.json and jobs/
     python -m benchmarks.diagnosis --no-ablation         without the effect of each rule: seconds
     python -m benchmarks.diagnosis --wrong               also the wrong answers
+    python -m benchmarks.diagnosis --by-framework        also right classes by framework, with intervals
 
 Every job is read once. A rule is then left out by dropping its matches, which gives what the job would have been judged
 without it. Printed are the right classes and culprits
@@ -131,6 +132,26 @@ def score_line(name: str, answers: Sequence[Answer]) -> str:
     return f"{line}{_percent(culprits, scored)}   {sure:10}   {alarms:4} of {len(healthy)}"
 
 
+def framework_lines(answers: Sequence[Answer]) -> list[str]:
+    """Returns for each framework, and for all, the right classes and the 95% interval of their share."""
+    frameworks = Counter(each.case.framework for each in answers)
+    chosen = {name: [each for each in answers if each.case.framework == name] for name, _ in frameworks.most_common()}
+    lines = []
+    for name, own in {**chosen, "all": answers}.items():
+        right, cases, *_ = share(own)
+        low, high = wilson_interval(right, cases)
+        lines.append(f"{name:26}{right:4} of {cases:<4}{_percent(right, cases)}   {100 * low:.0f} to {100 * high:.0f}%")
+    return lines
+
+
+def wilson_interval(right: int, cases: int) -> tuple[float, float]:
+    """Returns the 95% interval of a share: Wilson, "Probable inference", JASA 22 (1927)."""
+    z = 1.959964
+    middle = (right + z * z / 2) / (cases + z * z)
+    half = z * (right * (cases - right) / cases + z * z / 4) ** 0.5 / (cases + z * z)
+    return middle - half, middle + half
+
+
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:5.1f}%" if whole else "     -"
 
@@ -247,6 +268,7 @@ def main() -> None:
     parser.add_argument("corpora", nargs="*", type=Path, metavar="CORPUS", help="folders with truth.json and jobs/")
     parser.add_argument("--no-ablation", action="store_true", help="without the effect of each rule and function")
     parser.add_argument("--only", default="", metavar="TEXT", help="of the functions, those with TEXT in their name")
+    parser.add_argument("--by-framework", action="store_true", help="also right classes by framework, with intervals")
     parser.add_argument("--wrong", action="store_true", help="list the wrong answers, plain and with rules left out")
     options = parser.parse_args()
     began = time.process_time()
@@ -268,6 +290,8 @@ def main() -> None:
         print(score_line(f"  {name} ({count})", [each for each in family if each.case.family == name]))
     print(f"\nread in {read_s:.1f} s of CPU, judged three times in {judged_s:.1f} s\n")
     print("\n".join(calibration_lines(own)))
+    if options.by_framework:
+        print("\n".join(["\nright classes, plain, and the 95% interval of their share", *framework_lines(plain)]))
     if options.wrong:
         print("\nwrong: case, plain; own signatures left out")
         for one, other in zip(plain, own, strict=True):
