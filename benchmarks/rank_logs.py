@@ -4,7 +4,6 @@ Each log has 192 lines; one rank raises an exception and the others time out in 
 peak memory of the process and size of the page; the time by the clock depends on what else the machine does.
 """
 
-import resource
 import subprocess
 import sys
 import tempfile
@@ -59,19 +58,31 @@ def write_rank_logs(folder: Path, ranks: int, raising: int) -> int:
     return total
 
 
+_COMMAND = """
+import pathlib, resource, sys
+from lockstep.cli import app
+try:
+    app(sys.argv[2:])
+finally:
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    pathlib.Path(sys.argv[1]).write_text(f"{own.ru_utime + own.ru_stime} {peak}")
+"""
+"""The command, which notes its CPU seconds and peak memory itself: `ru_maxrss` would include that of the process which
+started it."""
+
+
 def measure(ranks: int) -> RankLogsCost:
     """Runs the command on a new folder, in its own process."""
     with tempfile.TemporaryDirectory() as name:
-        folder, page = Path(name) / "logs", Path(name) / "answer.html"
+        folder, page, noted = Path(name) / "logs", Path(name) / "answer.html", Path(name) / "noted"
         size = write_rank_logs(folder, ranks, raising=ranks // 2)
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            [sys.executable, "-m", "lockstep", "explain", str(folder), "--html", str(page)],
+            [sys.executable, "-c", _COMMAND, str(noted), "explain", str(folder), "--html", str(page)],
             capture_output=True, text=True, timeout=580, check=True,
         )  # fmt: skip
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return RankLogsCost(cpu_s, after.ru_maxrss / 1024, size, page.stat().st_size, done.stdout)
+        cpu_s, peak_kib = map(float, noted.read_text().split())
+        return RankLogsCost(cpu_s, peak_kib / 1024, size, page.stat().st_size, done.stdout)
 
 
 if __name__ == "__main__":
