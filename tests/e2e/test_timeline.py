@@ -80,7 +80,7 @@ def test_a_living_run_is_captured_for_some_steps(run: Path) -> None:
     tracks = names(trace, "thread_name")
     assert {"stages", "micro-batches", "requests"} <= tracks and any(each.startswith("collectives") for each in tracks)
     steps = {each["args"]["value"] for each in trace["traceEvents"] if each["ph"] == "C" and each["name"] == "step"}
-    assert len(steps) >= 3  # the one in which it began, and two whole ones
+    assert max(steps) - min(steps) >= 2  # two whole ones; the counter is sampled, so short steps may be missing
     assert {"rollout", "train", "publish"} <= {each["name"] for each in slices(trace, "stages")}
     assert all(each["args"]["tokens"] > 0 for each in slices(trace, "requests"))
 

@@ -24,6 +24,7 @@ from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.cluster import LocalClusterConfig as Config
 run, folder, mode = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
 def spec(name, **arguments):
     return WorkerSpec(name, "tester", 0, "cluster_services:Plain", arguments, preload=("numpy",))
 with LocalCluster(Config(), run, Path(folder), 1) as cluster:
