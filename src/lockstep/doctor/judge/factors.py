@@ -127,7 +127,7 @@ def outside(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 
 def disproved(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """The job ended well all the same."""
-    return "ended_well" in job.history.traits and not one.persists
+    return "ended_well" in job.history.traits
 
 
 def victim(one: FailureHypothesis, job: JobEvidence) -> bool | None:
@@ -167,15 +167,14 @@ def troubled(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 
 def faulty(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """A failure is reported that the job is not known to have survived."""
-    faults = [each for each in job.hypotheses if each is not one]
     if "ended_well" in job.history.traits:
-        return any(each.persists for each in faults)
-    ended = (
+        return False
+    return any(
         each.proposed
         or any(strength_of(match) >= _HEALTHY and not job.history.continued_after(match) for match in each.signed)
-        for each in faults
+        for each in job.hypotheses
+        if each is not one
     )
-    return any(ended)
 
 
 FAULT_FACTORS: Mapping[str, Factor] = {

@@ -42,8 +42,6 @@ class Candidate:
     explanation: str = ""
     facts: list[Fact] = field(default_factory=list)
     """Evidence in addition to the matches."""
-    persists: bool = False
-    """Whether the failure lasted until the end, so that a reported success does not disprove it."""
 
 
 @dataclass
@@ -84,10 +82,6 @@ class FailureHypothesis:
     @property
     def facts(self) -> list[Fact]:
         return [fact for each in self.proposed for fact in each.facts]
-
-    @property
-    def persists(self) -> bool:
-        return any(each.persists for each in self.proposed)
 
     @cached_property
     def sites(self) -> frozenset[Site]:
