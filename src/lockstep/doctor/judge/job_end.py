@@ -36,7 +36,7 @@ def ended_well(history: "JobHistory") -> bool:
     reports = [each for each in history.facts("done")
                if not (history.continued_after(each) or _is_partial(history, each))]  # fmt: skip
     done = [(each.source, each.line) for each in reports]
-    closing = _closing_lines(history) if not done and closes(history) else {}
+    closing = history.closing_lines if not done and closes(history) else {}
     done = done or sorted(each for each in closing.items() if not _stops_short(history, *each))
     if not done or _stays_without_number(history):
         return False
@@ -106,7 +106,7 @@ def _ended_process(history: "JobHistory", match: RuleMatch) -> bool:
 def ends_with_trouble(history: "JobHistory") -> bool:
     """Whether the last lines of some file, after its last counter or report of completion, report an error, or
     the last one says that the program waits."""
-    closing = _closing_lines(history)
+    closing = history.closing_lines
     for log, lines in _last_lines(history):
         after = max((counter.line for counter in log.counters), default=0)
         after = max(after, closing.get(log.source, 0))
@@ -117,7 +117,7 @@ def ends_with_trouble(history: "JobHistory") -> bool:
 
 def closes(history: "JobHistory") -> bool:
     """Whether the end of some file reports that work is complete, and no file ends with trouble."""
-    return bool(_closing_lines(history)) and not ends_with_trouble(history)
+    return bool(history.closing_lines) and not history.ends_with_trouble
 
 
 def _last_lines(history: "JobHistory") -> Iterator[tuple[ParsedLog, list[TailLine]]]:
@@ -127,7 +127,7 @@ def _last_lines(history: "JobHistory") -> Iterator[tuple[ParsedLog, list[TailLin
             yield log, lines[-_TAIL_LINES:]
 
 
-def _closing_lines(history: "JobHistory") -> Mapping[int, int]:
+def closing_lines(history: "JobHistory") -> Mapping[int, int]:
     """Returns the line of each file, by source, that reports the completion of the work at its end."""
     found = {}
     for log, lines in _last_lines(history):

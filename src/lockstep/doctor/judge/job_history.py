@@ -258,8 +258,14 @@ class JobHistory:
         return job_end.ended_well(self)
 
     @cached_property
+    def closing_lines(self) -> Mapping[int, int]:
+        """The line of each file, by source, that reports the completion of the work at its end."""
+        return job_end.closing_lines(self)
+
+    @cached_property
     def ends_with_trouble(self) -> bool:
-        """Whether the last lines of some file, after its last counter, report an error."""
+        """Whether the last lines of some file, after its last counter or report of completion, report an error, or the
+        last one says that the program waits."""
         return job_end.ends_with_trouble(self)
 
     @cached_property
