@@ -27,9 +27,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 VENVS = {
     "train": REPOSITORY / ".venv",
     "scale": REPOSITORY / ".venv-scale",
-    "lightning": Path(os.environ.get("LIGHTNING_VENV", "/tmp/aside-venv")),
+    "lightning": Path(os.environ.get("LIGHTNING_VENV", REPOSITORY / ".venv-lightning")),
 }
-"""Lightning's is no part of the repository: a venv whose site-packages has a .pth to the one of `.venv`."""
+"""Nothing makes the one of Lightning: a venv whose site-packages has a .pth to those of `.venv`."""
 MOST_BYTES = 200_000
 MODULES = (
     deepspeed_entries, launcher_entries, lightning_entries, lockstep_entries, ray_entries, told_entries, vllm_entries,
@@ -42,7 +42,7 @@ def main() -> None:
     options = argparse.ArgumentParser(prog="python -m benchmarks.set_aside_jobs")
     options.add_argument("action", choices=("run", "truth", "list"))
     options.add_argument("names", nargs="*")
-    options.add_argument("--work", type=Path, default=Path("/tmp/set_aside_jobs"))
+    options.add_argument("--work", type=Path, default=Path("build/set_aside_jobs").resolve())
     chosen = options.parse_args()
     if chosen.action == "run":
         for name in chosen.names:
@@ -106,8 +106,8 @@ def neutral(text: str, entry: Entry, work: Path) -> str:
     for old, new in pairs:
         text = text.replace(old, new)
     text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", entry.host, text)
-    text = re.sub(r"/root/\.pyenv/versions/[\d.]+/lib", "/usr/lib", text)
-    text = re.sub(r"/root/\.pyenv/\w+/bin|/root/\.pyenv/versions/[\d.]+/bin", "/usr/bin", text)
+    text = text.replace(sys.base_prefix, "/usr")
+    text = re.sub(r"(?:/[\w-]+){1,2}/\.pyenv/\w+/bin", "/usr/bin", text)
     text = re.sub(r"/tmp/r[a-z0-9_]{8}\b", "/tmp/ray", text)
     return text.replace("/root/", "/home/user/").replace("/root", "/home/user")
 
