@@ -42,6 +42,7 @@ def command(
     Without options: of a living run, what its processes have just done; of an ended one, what was captured and the
     minute before each incident."""
     from lockstep.report.timeline_capture_reader import capture_files
+    from lockstep.watch.supervisor.timeline_capture import CAPTURES_FOLDER
 
     if seconds is not None and steps is not None:
         _refuse("--seconds and --steps exclude each other: give one of them")
@@ -55,7 +56,7 @@ def command(
         _write(capture_files(run), run, output)
         return
     with contextlib.ExitStack() as stack:
-        folder = run / "timeline" if run.is_dir() else stack.enter_context(scratch_dir("lockstep-timeline-"))
+        folder = run / CAPTURES_FOLDER if run.is_dir() else stack.enter_context(scratch_dir("lockstep-timeline-"))
         file = folder.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 1000:03d}.jsonl"
         _capture(name, file, seconds, steps)
         incidents = [each for each in capture_files(run) if each.parent != file.parent] if run.is_dir() else []

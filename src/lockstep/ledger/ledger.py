@@ -33,6 +33,7 @@ from lockstep.ledger.run_folder import (
     CONFIG_FILE,
     INDEX_FILE,
     INPUTS_FOLDER,
+    LOCK_FILE,
     REWINDING,
     add_step,
     check_run_folder,
@@ -119,7 +120,7 @@ class Ledger(ReferenceChunks, RunRecords):
         folder = folder.absolute()
         check_run_folder(folder)
         check_no_links(folder, skip=_TRACKER_FOLDERS)
-        lock = RunLock(folder / "lock", force=takeover)
+        lock = RunLock(folder / LOCK_FILE, force=takeover)
         try:
             changes: tuple[ConfigChange, ...] = ()
             if config is not None:

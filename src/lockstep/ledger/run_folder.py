@@ -12,7 +12,7 @@ from lockstep.ledger.durable_files import fsync_folder, replace_file, sha256_fil
 from lockstep.ledger.errors import NotARun, PromptUsedTwice, StepCorrupt
 from lockstep.ledger.sqlite_index import IndexTransaction, LedgerIndex
 
-INDEX_FILE, CONFIG_FILE = "ledger.sqlite", "config.yaml"
+INDEX_FILE, CONFIG_FILE, SUMMARY_FILE, LOCK_FILE = "ledger.sqlite", "config.yaml", "summary.json", "lock"
 INPUTS_FOLDER = "inputs"
 """Data and functions that a Python program gave a run. They are in the folder of the run before it is created, because
 a run is checked before it is created."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.ledger import EvaluationRow, Ledger, MetricsRow
 from lockstep.ledger.durable_files import replace_file
+from lockstep.ledger.run_folder import SUMMARY_FILE
 from lockstep.ledger.run_incidents import incidents_of
 
 EXACT_MATCH, HELD_OUT_REWARD = "eval/exact_match", "eval/reward_mean"
@@ -60,7 +61,7 @@ def committed_rows(ledger: Ledger) -> tuple[list[MetricsRow], list[EvaluationRow
 
 def write_summary(ledger: Ledger, exit_reason: str) -> Path:
     """Writes `summary.json` into the run's folder atomically."""
-    path = ledger.folder / "summary.json"
+    path = ledger.folder / SUMMARY_FILE
     text = json.dumps(build_summary(ledger, exit_reason), indent=2, ensure_ascii=False)
     replace_file(path, (text + "\n").encode())
     return path

@@ -14,12 +14,9 @@ import msgspec
 
 from lockstep.watch.agent.timeline_follower import ASYNCHRONOUS, FAILED, P2P, REFUSED
 from lockstep.watch.beacon.span_ring import SpanKind
-from lockstep.watch.supervisor.incident import USUAL_FOLDER, list_incidents
-from lockstep.watch.supervisor.timeline_capture import FORMAT
+from lockstep.watch.supervisor.incident import CAPTURE_FILE, USUAL_FOLDER, list_incidents
+from lockstep.watch.supervisor.timeline_capture import CAPTURES_FOLDER, FORMAT
 
-CAPTURES_FOLDER = "timeline"
-"""The folder of the captures in that of a run."""
-INCIDENT_CAPTURE = "capture.jsonl"
 MAX_LINE_BYTES = 64 << 20
 _CUT_TEXT = 168
 """A beacon has room for 176 bytes of these texts with four separators and a root: a longer one may have been cut."""
@@ -147,10 +144,10 @@ def capture_files(folder: Path) -> list[Path]:
     Oldest first."""
     if folder.is_file():
         return [folder]
-    if (folder / INCIDENT_CAPTURE).is_file():
-        return [folder / INCIDENT_CAPTURE]
+    if (folder / CAPTURE_FILE).is_file():
+        return [folder / CAPTURE_FILE]
     incidents = list_incidents(folder / USUAL_FOLDER) or list_incidents(folder)
-    found = [each / INCIDENT_CAPTURE for each in incidents if (each / INCIDENT_CAPTURE).is_file()]
+    found = [each / CAPTURE_FILE for each in incidents if (each / CAPTURE_FILE).is_file()]
     return [*found, *sorted((folder / CAPTURES_FOLDER).glob("*.jsonl"))]
 
 

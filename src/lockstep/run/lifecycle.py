@@ -56,7 +56,7 @@ from lockstep.train.trainer_api import TrainerInfo
 from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import StallThresholds
-from lockstep.watch.supervisor.timeline_capture import CaptureRequest, request_capture
+from lockstep.watch.supervisor.timeline_capture import CAPTURES_FOLDER, CaptureRequest, request_capture
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def start_supervisor(
     )
     if (steps := prepared.config.report.timeline) is not None:
         name = f"steps-{steps.first_step}-{steps.last_step}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
-        file = prepared.folder.absolute() / "timeline" / name
+        file = prepared.folder.absolute() / CAPTURES_FOLDER / name
         request_capture(run, CaptureRequest(file, first_step=steps.first_step, last_step=steps.last_step))
 
 

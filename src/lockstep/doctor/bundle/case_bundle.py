@@ -21,12 +21,14 @@ from lockstep.doctor.logs.log_sources import CollectedSources, collect_sources, 
 from lockstep.doctor.logs.parsed_log import ParsedLog
 from lockstep.doctor.output.job_answer import JobAnswer, answer_job
 from lockstep.doctor.runs.run_outcome import RECORD_FILE, record_text
+from lockstep.ledger.run_folder import CONFIG_FILE, SUMMARY_FILE
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict
+from lockstep.watch.supervisor.incident import USUAL_FOLDER
 
 MANIFEST = "bundle.json"
 _HEAD_BYTES, _CHUNK_BYTES = 8192, 32 << 20
 _HOST_FIELDS = ("host", "address", "peer", "node")
-_OWN_RUN_PARTS = ("logs", "incidents", "summary.json", "config.yaml")
+_OWN_RUN_PARTS = ("logs", USUAL_FOLDER, SUMMARY_FILE, CONFIG_FILE)
 """What a bundle has of a run folder: neither data nor weights."""
 _HOST_FORM = re.compile(r"(?=[\w.-]*[A-Za-z])[\w.-]{2,253}")
 _UNSURE = 0.6

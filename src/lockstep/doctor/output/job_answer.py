@@ -132,7 +132,7 @@ def _answer_explanation(paths: tuple[str, ...], explained: Explanation) -> JobAn
 
 
 def _answer_run(folder: Path, rules: KnowledgeBase, progress: Callable[[int, int, int], None] | None) -> JobAnswer:
-    """Answers from the record of a run, and if it failed also from its logs."""
+    """Answers from the record of a run; its logs give a failed one its class, and the page its lines of time."""
     record = run_outcome.read_record(folder)
     explained = _explain_logs(folder / "logs", rules, progress)
     verdict = run_outcome.judge_run(record, None if explained is None else explained.verdict)

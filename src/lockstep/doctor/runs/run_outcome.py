@@ -17,7 +17,7 @@ from lockstep.base.json_text import read_json
 from lockstep.base.text import count_noun, format_duration, summarize_list
 from lockstep.ledger.durable_files import lock_holder
 from lockstep.ledger.ledger import Ledger
-from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.ledger.run_folder import INDEX_FILE, LOCK_FILE, SUMMARY_FILE
 from lockstep.ledger.run_incidents import Incident, incidents_of
 from lockstep.ledger.sqlite_index import EventRow
 from lockstep.watch.diagnosis.verdict import (
@@ -32,7 +32,6 @@ from lockstep.watch.diagnosis.verdict import (
 
 RECORD_FILE = "run-record.json"
 """The record of a run in a bundle, which has no ledger."""
-LOCK_FILE, SUMMARY_FILE = "lock", "summary.json"
 _RECORDED, _LIVING, _KILLED = 0.98, 0.9, 0.6
 """Confidences: of what the ledger records, of a run in progress, and of the guess that a run without end was killed."""
 _MOMENTS_PER_INCIDENT, _INCIDENTS = 3, 12
@@ -107,7 +106,7 @@ class RunRecord:
 
     def json(self) -> dict[str, Any]:
         """Returns the record as JSON, which `parse_record` reads."""
-        return asdict(self) | {"events": [asdict(each) for each in self.events], "results": dict(self.results)}
+        return asdict(self)
 
 
 def is_run_folder(path: Path) -> bool:

@@ -11,6 +11,7 @@ from lockstep.config.loader import apply_overrides, check_config
 from lockstep.config.run_config import RunConfig
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.run_folder import SUMMARY_FILE
 from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.evaluation.early_stopping import stop_reason
 from lockstep.run.planning.working_folder import START_EVENT
@@ -67,7 +68,7 @@ def check_same_data(
 def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
     """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is the last file of a run."""
     try:
-        summary = read_json(ledger.folder / "summary.json")
+        summary = read_json(ledger.folder / SUMMARY_FILE)
         attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return

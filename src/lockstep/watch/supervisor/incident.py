@@ -43,7 +43,7 @@ from lockstep.watch.supervisor.timeline_capture import header_line
 
 log = logging.getLogger(__name__)
 
-USUAL_FOLDER = "incidents"
+USUAL_FOLDER, CAPTURE_FILE = "incidents", "capture.jsonl"
 """The folder for incidents in a run folder, and that of `lockstep watch` unless it is given another one."""
 MAX_INCIDENTS = 100
 """The most incidents per run; further ones are not written."""
@@ -147,7 +147,7 @@ def incident_files(contents: IncidentContents, known: Collection[str] = ()) -> I
     yield "verdict.json", redacted_json(verdict)
     yield "story.txt", redacted(incident_story(contents))
     yield "timeline.json", redacted_json(incident_timeline(contents))
-    yield "capture.jsonl", redacted("".join(incident_capture(contents)))
+    yield CAPTURE_FILE, redacted("".join(incident_capture(contents)))
     yield "beacons.json", redacted_json(_by_host(contents, "beacons"))
     yield "processes.json", redacted_json(_by_host(contents, "processes"))
     yield "machine.json", redacted_json(_by_host(contents, "machine"))

@@ -45,6 +45,8 @@ MAX_CAPTURES = 4
 """Captures at a time; further ones are refused."""
 KEPT_CAPTURES = 20
 """Files in the folder of a run; the oldest ones are removed."""
+CAPTURES_FOLDER = "timeline"
+"""The folder of the captures in that of a run."""
 REQUEST_FILES = "timeline-request-*.json"
 CONTROLLER_BEACON = "controller.beacon"
 
