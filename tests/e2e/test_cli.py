@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from forked_controller import BOUND_S
 from gated_rewards import Gate
 from harness import LOCKSTEP, Launched, config, task, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -46,6 +47,15 @@ def lockstep(*arguments: str, columns: int = 250) -> str:
     return result.stdout
 
 
+def top_with(reason: str, run: Path) -> str:
+    """The table of `lockstep top` once it shows a wait with this reason: a scorer may reach the gate before the
+    controller has begun to wait for it."""
+    deadline = time.monotonic() + BOUND_S
+    while reason not in (table := lockstep("top", str(run), "--once")):
+        assert time.monotonic() < deadline, f"no process waits for {reason}:\n{table}"
+    return table
+
+
 @dataclass
 class FinishedRun:
     """A finished run, and observations from when it was paused in the reward stage of a step."""
@@ -74,7 +84,7 @@ def finished(folder: Path) -> FinishedRun:
     launched = Launched.start(run, str(write(folder, values)), cwd=ROOT, cold=True)
     try:
         gate.wait(GATED, launched)
-        top = lockstep("top", str(run), "--once")
+        top = top_with("rewards of 4 terms", run)
         tops = {columns: lockstep("top", str(run), "--once", columns=columns) for columns in (80, 100, 120, 140)}
         pids = {state.name: state.pid for state in read_beacons((run / "run-id").read_text().strip())}
         assert lockstep("report", str(run)).strip() == str(run / "report.html")

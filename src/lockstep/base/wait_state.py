@@ -24,6 +24,11 @@ _ATTEMPT_S = 0.25
 _SHORTEST_NS = 1_000_000
 """Shorter waits are not recorded when they have ended: a timeline would not show them."""
 
+WAITING_FOR_WORK = "the next call"
+"""The reason of a service's wait while it has no call to answer."""
+SLEEP = "sleep"
+"""The kind of a wait for the clock: no other process can end it."""
+
 
 class WaitTimeout(PicklableError, TimeoutError):
     """A wait reached its bound. Fields: kind, waits_for, why, waited_s."""
@@ -75,6 +80,11 @@ class WaitRecord:
     """When the waiter last saw progress of the target; `since_ns` if it saw none."""
     thread: int
     thread_name: str
+
+    def display_order(self, pid: int) -> tuple[bool, bool, bool, int]:
+        """A key that sorts the waits of process `pid`, the one to show first: a sleep is last, the wait for work is
+        behind all others, the main thread is ahead of the other threads, and the longest wait ahead of shorter ones."""
+        return self.kind == SLEEP, self.why == WAITING_FOR_WORK, self.thread != pid, self.since_ns
 
 
 class WaitDisplay(Protocol):

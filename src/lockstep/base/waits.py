@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, Unpack, cast
 
-from lockstep.base.wait_state import NOT_READY, NoticeHandler, NotReady, WaitBounds, track_wait, wait_for
+from lockstep.base.wait_state import NOT_READY, SLEEP, NoticeHandler, NotReady, WaitBounds, track_wait, wait_for
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -191,7 +191,7 @@ def join(task: _Joinable, *, waits_for: str, why: str, **bounds: Unpack[WaitBoun
 
 def sleep(seconds: float, why: str) -> None:
     """Sleeps. The beacon shows the sleep like a wait."""
-    with track_wait("sleep", "the clock", why, seconds):
+    with track_wait(SLEEP, "the clock", why, seconds):
         time.sleep(seconds)
 
 

@@ -191,7 +191,7 @@ def _cells(row: ProcessRow, rows: Sequence[ProcessRow], suspect: bool) -> list[T
         Text(format_duration(row.stage_s) if row.stage else "", style="dim"),
         _progress(row.counters),
         _collectives(row, rows),
-        _longest_wait_text(row),
+        _wait_text(row),
     ]
 
 
@@ -218,7 +218,7 @@ def _parts(row: ProcessRow) -> list[Text]:
     for part in row.parts:
         is_inside = any(each.operation for each in part.communicators)
         if part.waits or is_inside or part.state not in ("running", "sleeping"):
-            cells = [Text(part.state, style=_colour(part)), _collectives(part, row.parts), _longest_wait_text(part)]
+            cells = [Text(part.state, style=_colour(part)), _collectives(part, row.parts), _wait_text(part)]
             found.append(Text(f"child {part.pid}: ").append_text(Text(", ").join(cell for cell in cells if cell)))
     return found
 
@@ -284,7 +284,7 @@ def _verdict_line(verdict: Verdict) -> Text:
     return text.append(verdict_headline(verdict), style="default")
 
 
-def _longest_wait_text(row: ProcessRow) -> Text:
+def _wait_text(row: ProcessRow) -> Text:
     if not row.waits:
         return Text("")
     wait = row.waits[0]

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import log_tail
 from lockstep.base.transport.frames import Buffer
+from lockstep.base.wait_state import WAITING_FOR_WORK
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
 from lockstep.cluster.rpc.call_wait import OVERDUE_CHECK_S
@@ -190,9 +191,10 @@ class RemoteWorker:
         """The worker's stage, and the wait of its main thread (of another thread if the main thread does not wait)."""
         if state is None:
             return (self._heartbeat.stage, self._heartbeat.wait) if self._heartbeat is not None else ("", "")
-        waiting = [wait for wait in state.waits if wait.thread == state.pid] or list(state.waits)
-        idle = not waiting or waiting[-1].why == "the next call"
-        return state.stage, "" if idle else f"{waiting[-1].waits_for} ({waiting[-1].why})"
+        shown = next((wait for wait in state.waits if wait.thread == state.pid), next(iter(state.waits), None))
+        if shown is None or shown.why == WAITING_FOR_WORK:
+            return state.stage, ""
+        return state.stage, f"{shown.waits_for} ({shown.why})"
 
     # --- called by the RPC server's thread
 

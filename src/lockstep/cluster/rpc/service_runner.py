@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from lockstep.base import waits
 from lockstep.base.errors import CollectiveStalled, error_code
-from lockstep.base.wait_state import WaitTimeout
+from lockstep.base.wait_state import WAITING_FOR_WORK, WaitTimeout
 from lockstep.cluster.node_versions import changed_since
 from lockstep.cluster.protocol import DeferredResult
 from lockstep.cluster.rpc.codec import CodecError, MethodSignature, Payload, signature_of
@@ -171,7 +171,7 @@ class ServiceRunner:
                 return
             try:
                 waits.condition(
-                    self._changed, lambda: self._has_work, waits_for="controller", why="the next call",
+                    self._changed, lambda: self._has_work, waits_for="controller", why=WAITING_FOR_WORK,
                     timeout_s=seconds,
                     notice_after_s=None,
                 )  # fmt: skip

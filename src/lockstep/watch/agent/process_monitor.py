@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
+from lockstep.base.wait_state import WAITING_FOR_WORK
 from lockstep.watch.agent.worker_spawner import WorkerProcess
 from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.beacon.reader import BeaconReader

@@ -52,7 +52,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.base.wait_state import WaitRecord
+from lockstep.base.wait_state import WAITING_FOR_WORK, WaitRecord
 from lockstep.watch.devices.device_samples import HostDevices, record_from_json, record_to_json
 from lockstep.watch.diagnosis.evidence_types import (
     NO_EXIT_CODE,
@@ -78,9 +78,6 @@ CALL_RECORD = struct.Struct("<IqQ")
 """Fields: member, sequence number, signature."""
 DIGEST_RECORD = struct.Struct("<IIqQ")
 """Fields: communicator, incarnation, the number of the last call that the digest covers, the digest."""
-
-WAITING_FOR_WORK = "the next call"
-"""The reason of a service's wait while it has no call to answer."""
 
 
 @dataclass(frozen=True, slots=True)

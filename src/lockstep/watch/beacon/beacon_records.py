@@ -204,6 +204,7 @@ class BeaconState:
     stage_since_ns: int
     counters: dict[str, ProgressCounter] = field(default_factory=dict)
     waits: tuple[WaitRecord, ...] = ()
+    """The one to show first (`WaitRecord.display_order`)."""
     events: tuple[BeaconEvent, ...] = ()
     communicators: tuple[CommunicatorRecord, ...] = ()
     progress_count: int = 0

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.base.wait_state import WaitRecord
+from lockstep.base.wait_state import SLEEP, WaitRecord
 from lockstep.watch.beacon.beacon_records import BeaconState, CommunicatorRecord, ProgressCounter
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.procfs.processes import process_state
@@ -81,7 +81,7 @@ class ProcessRow:
     """Age of the last heartbeat of a background thread; None if the process writes none."""
     counters: tuple[CounterRow, ...]
     waits: tuple[WaitRow, ...]
-    """The longest wait first."""
+    """The one to show first (`WaitRecord.display_order`)."""
     communicators: tuple[CommunicatorRow, ...] = ()
     parts: tuple["ProcessRow", ...] = ()
     """The processes that are parts of this one, such as an engine's workers in a rank."""
@@ -185,8 +185,8 @@ def describe_counter(counter: CounterRow) -> str:
 
 
 def wait_edges(rows: Iterable[ProcessRow]) -> list[tuple[str, str, float]]:
-    """The edges of a wait graph: waiting process, target and seconds, the longest wait first."""
-    edges = [(row.name, wait.waits_for, wait.since_s) for row in rows for wait in row.waits]
+    """The edges of a wait graph: waiting process, target and seconds, the longest wait first. A sleep is none."""
+    edges = [(row.name, wait.waits_for, wait.since_s) for row in rows for wait in row.waits if wait.kind != SLEEP]
     return sorted(edges, key=lambda edge: -edge[2])
 
 

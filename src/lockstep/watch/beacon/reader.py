@@ -212,7 +212,7 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
     return BeaconState(
         path, decode_text(run), decode_text(name), decode_text(role), rank, pid, start, created_ns, created_wall,
         reading.number(BEAT_AT), stage, stage_since, counters,
-        tuple(sorted(waits, key=lambda wait: wait.since_ns)),
+        tuple(sorted(waits, key=lambda wait: wait.display_order(pid))),
         tuple(sorted(events, key=lambda event: event.number)), communicators, progress_count,
         reading.number(UNRECORDED_AT), reading.torn, decode_text(parent),
     )  # fmt: skip

@@ -156,6 +156,32 @@ def test_run_ids_are_unique_names_of_folders(run: str) -> None:
         run_shm_dir(name)
 
 
+def test_the_wait_for_another_process_is_ahead_of_sleeps_and_of_the_wait_for_work(run: str) -> None:
+    """However long each has lasted."""
+    began, end = threading.Barrier(4), threading.Event()
+
+    def hold(kind: str, target: str, why: str) -> None:
+        with track_wait(kind, target, why):
+            began.wait(10)
+            end.wait(10)
+
+    held = [("sleep", "the clock", "the next status update"), ("condition", "controller", "the next call")]
+    threads = [threading.Thread(target=hold, args=each) for each in (*held, ("read", "agent", "its answer"))]
+    open_beacon(run, "policy-0", "policy", 0)
+    for thread in threads:
+        thread.start()
+    began.wait(10)
+    with track_wait("future", "reward-0", "scores"):
+        shown = [wait.waits_for for wait in only(run).waits]
+    with track_wait("sleep", "the clock", "a pause"):
+        asleep = [wait.why for wait in only(run).waits]
+    end.set()
+    for thread in threads:
+        thread.join(10)
+    assert shown == ["reward-0", "agent", "controller", "the clock"]
+    assert asleep == ["its answer", "the next call", "a pause", "the next status update"]
+
+
 def test_waits_are_shown_innermost_per_thread(run: str) -> None:
     open_beacon(run, "me", "policy", 0)
     inside, leave = threading.Event(), threading.Event()

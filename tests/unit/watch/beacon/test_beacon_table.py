@@ -66,9 +66,10 @@ def test_liveness_comes_from_the_process_not_from_the_beacon(letter: str | None,
 
 
 def test_edges_and_the_quiet() -> None:
+    asleep = WaitRecord("sleep", "the clock", "the next status update", 99 * S, 101 * S, 99 * S, 12, "status")
     now = at(
         100,
-        written("policy-0", 1, waits=(waits_for("policy-1", 88),)),
+        written("policy-0", 1, waits=(waits_for("policy-1", 88), asleep)),
         written("policy-2", 3, waits=(waits_for("policy-1", 50),)),
         written("policy-1", 2, counters={"tokens": ProgressCounter(1, None, 40 * S)}),
         written("policy-3", 4),
