@@ -112,8 +112,9 @@ class Site:
 
 def inject(fault: RunFault, site: Site) -> list[str]:
     """Make the fault. Returns the names of the processes that a verdict may name; raises CannotInject."""
+    everybody = site.everybody()
     names = HOW[fault.how](fault, site)
-    return site.everybody() if fault.whole_host else names
+    return everybody if fault.whole_host else names
 
 
 def _kill(fault: RunFault, site: Site) -> list[str]:
