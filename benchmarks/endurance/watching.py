@@ -108,7 +108,7 @@ def false_alarms(found: Sequence[dict[str, Any]], accusable: Sequence[Accusable]
     """Confirmed verdicts that name a process to which no fault was done."""
     wrong = []
     for each in found:
-        allowed = {name for one in accusable if one.at - 1 <= each["said_at"] <= one.until + 60 for name in one.names}
+        allowed = {name for one in accusable if one.at - 1 <= each["said_at"] <= one.until + 15 for name in one.names}
         innocent = sorted(set(each["who"]) - allowed)
         if innocent:
             wrong.append(f"{', '.join(innocent)}: {each['text']}")
