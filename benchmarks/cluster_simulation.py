@@ -4,9 +4,9 @@ Lockstep adds to it.
     python -m benchmarks.cluster_simulation           writes the results and the plot of docs/endurance.md
     python -m benchmarks.cluster_simulation --seeds 4 --days 20 --print
 
-How often nodes fail is published (`RATES`, `KINDS`). How long it takes to find a silent process and to restart a role is
-measured: `benchmarks.endurance` writes it into its file, and this program reads it. What nobody has measured on such a
-cluster with Lockstep is assumed (`Assumed`) and shown with the results. The simulation without mechanisms is checked
+How often nodes fail is published (`RATES`, `KINDS`). How long it takes to find a silent process and to restart a role
+is measured: `benchmarks.endurance` writes it into its file, and this program reads it. What nobody has measured on such
+a cluster with Lockstep is assumed (`Assumed`) and shown with the results. The simulation without mechanisms is checked
 against Daly's closed form (J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
 FGCS 22, 2006), where that applies: failures that are seen at once, and a whole job that restarts.
 """
@@ -39,15 +39,15 @@ RATES = {
     "OPT-175B": (35 + 70) / 60 / (992 / PER_NODE),
 }
 """Failures per node of eight GPUs and day. Llama 3 (arXiv:2407.21783, table 5): 419 unexpected interruptions in 54 days
-on 16,384 GPUs. RSC-1 and RSC-2 (Kokolis et al., arXiv:2410.21680): a mean time to failure of 7.9 hours for jobs of 1,024
-GPUs; 2.34 failures in 1,000 node-days. OPT-175B (arXiv:2205.01068, section 2.5): at least 35 manual and an estimated 70
-automatic restarts in two months on 992 GPUs."""
+on 16,384 GPUs. RSC-1 and RSC-2 (Kokolis et al., arXiv:2410.21680): a mean time to failure of 7.9 hours for jobs of
+1,024 GPUs; 2.34 failures in 1,000 node-days. OPT-175B (arXiv:2205.01068, section 2.5): at least 35 manual and an
+estimated 70 automatic restarts in two months on 992 GPUs."""
 
 KINDS = {"host": 148 + 72 + 32 + 19 + 6 + 6 + 3 + 3 + 2 + 2 + 2 + 2, "silent": 35 + 17 + 7 + 7, "process": 54 + 2}
 """How many of Llama 3's 419 interruptions (table 5) were of each kind. `host`: the node has to be replaced (GPU, HBM,
-maintenance, SRAM, silent data corruption, thermal, SSD, power supply, chassis, IO board, CPU, memory). `silent`: nothing
-dies and the others wait (switch or cable, GPU system processor, NIC, NCCL watchdog). `process`: a process dies on a
-healthy node (software, external dependency)."""
+maintenance, SRAM, silent data corruption, thermal, SSD, power supply, chassis, IO board, CPU, memory). `silent`:
+nothing dies and the others wait (switch or cable, GPU system processor, NIC, NCCL watchdog). `process`: a process dies
+on a healthy node (software, external dependency)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Assumed:
     checkpoint_every_s: float = 1800.0
     checkpoint_s: float = 30.0
     timeout_s: float = 1800.0
-    """A collective's time-out, after which a silent failure is found without Lockstep (PyTorch's default was 30 min)."""
+    """A collective's time-out, after which a silent failure is found without Lockstep (PyTorch's was 30 min)."""
     job_restart_s: float = 900.0
     """Of a whole job: scheduler, containers, imports, loading weights, building engines."""
     load_s: float = 120.0
@@ -126,7 +126,7 @@ class Simulation:
 
     def __init__(self, rate: float, can: Mechanisms, assumed: Assumed, times: Measured, seed: str) -> None:
         self.can, self.assumed, self.times = can, assumed, times
-        self._chance = random.Random(seed)
+        self._chance, self._weather = random.Random(seed), random.Random(f"{seed} failures")
         self._rate_s = rate / DAY
         self._now = self._useful = self._saved = self._since_saved = 0.0
         self._down_until = 0.0
@@ -140,7 +140,7 @@ class Simulation:
         """The share of the time that trains."""
         for role, nodes in (("engine", self.assumed.engine_nodes), ("trainer", NODES - self.assumed.engine_nodes)):
             if nodes:
-                self._later(self._chance.expovariate(self._rate_s * nodes), "failure", role)
+                self._next_failure(role, nodes)
         while self._events:
             at, _, what, role = heapq.heappop(self._events)
             if at >= seconds:
@@ -149,6 +149,11 @@ class Simulation:
             self._handle(what, role)
         self._advance(seconds)
         return self._useful / seconds
+
+    def _next_failure(self, role: str, nodes: int) -> None:
+        """Failures come at the same times whatever the program can do, so that its mechanisms can be compared."""
+        kind = self._weather.choices(list(KINDS), weights=list(KINDS.values()))[0]
+        self._later(self._weather.expovariate(self._rate_s * nodes), kind, role)
 
     def _later(self, seconds: float, what: str, role: str) -> None:
         self._count += 1
@@ -184,21 +189,22 @@ class Simulation:
             self._saved, self._since_saved = self._useful, 0.0
 
     def _handle(self, what: str, role: str) -> None:
-        if what == "failure":
+        if what in KINDS:
             nodes = self.assumed.engine_nodes if role == "engine" else NODES - self.assumed.engine_nodes
-            self._later(self._chance.expovariate(self._rate_s * nodes), "failure", role)
-            self._fail(role)
+            self._next_failure(role, nodes)
+            self._fail(what, role)
         elif what == "found":
             self._recover(role, broken_host=False)
+        elif what == "spare":
+            self._spares += 1
         else:
-            self._broken[role] = max(0, self._broken[role] - 1)
+            self._broken[role] -= 1
             if role == "trainer" or not self.can.by_role:
                 self._down_until = max(self._down_until, self._now + self._restart_s(role))
 
-    def _fail(self, role: str) -> None:
+    def _fail(self, kind: str, role: str) -> None:
         """A node, or a process on it, fails."""
         self.failures += 1
-        kind = self._chance.choices(list(KINDS), weights=list(KINDS.values()))[0]
         if kind == "silent":
             after_s = self._chance.choice(self.times.silent) if self.can.detection else self.assumed.timeout_s
             self._down_until = max(self._down_until, self._now + after_s)  # everybody waits
@@ -281,7 +287,7 @@ def plain_shares(mtbf_s: float, assumed: Assumed, seeds: int, days: float) -> li
     """Shares with failures that need no other node and are seen at once."""
 
     class Plain(Simulation):
-        def _fail(self, role: str) -> None:
+        def _fail(self, kind: str, role: str) -> None:
             self._recover(role, broken_host=False)
 
     none, rate = Measured((), (), ()), DAY / mtbf_s / NODES
@@ -328,7 +334,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
             next(r["shares"] for r in found["rows"] if (r["source"], r["mechanisms"]) == (s, name)) for s in sources
         ]
         middle = [statistics.median(row) for row in rows]
-        ends = [[m - row[0] for m, row in zip(middle, rows)], [row[-1] - m for m, row in zip(middle, rows)]]
+        ends = [[statistics.median(row) - row[0] for row in rows], [row[-1] - statistics.median(row) for row in rows]]
         places = [place + 0.16 * (number - 2) for place in range(len(sources))]
         axes.bar(places, middle, 0.15, yerr=ends, label=name, error_kw={"linewidth": 0.8})
     axes.set_xticks(range(len(sources)), sources)

@@ -71,8 +71,8 @@ def episode(seed: int, number: int) -> Episode:
     faults = _deal(f"{seed} {variant.name}", variant.faults, turn)
     names = [each.name for each in faults]
     if FULL in names and SLOW in names:  # a small disk is in memory, and not slow
-        slow = names.index(SLOW)
-        faults[slow] = next(each for each in LOCAL if each.name == "kill policy")
+        instead = next(each for each in LOCAL if each.name == "kill policy")
+        faults = [instead if each.name == SLOW else each for each in faults]
     steps = range(EVERY, STEPS, EVERY)
     grace_s = 60.0 if random.Random(f"{seed} {number} grace").random() < 0.5 else 0.0
     return Episode(
