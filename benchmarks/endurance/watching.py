@@ -3,6 +3,7 @@
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ FEWEST = 40
 MORE_MEMORY, MORE_BYTES, MORE_FILES = 0.05, 16 << 20, 2
 """Growth from the third quarter of a run to the last that counts as growth: of memory by both, and of open files."""
 CLOSE = 1e-5
+NEW = "told"
+"""The change of an event that begins a verdict."""
 
 
 @dataclass
@@ -105,13 +108,18 @@ def stalls(run: Path) -> list[dict[str, Any]]:
 
 
 def false_alarms(found: Sequence[dict[str, Any]], accusable: Sequence[Accusable]) -> list[str]:
-    """Confirmed verdicts that name a process to which no fault was done."""
-    wrong = []
+    """Confirmed verdicts that name a process to which no fault was done, or a death more often than it was caused."""
+    wrong, deaths = list[str](), Counter[str]()
     for each in found:
         allowed = {name for one in accusable if one.at - 1 <= each["said_at"] <= one.until + 15 for name in one.names}
         innocent = sorted(set(each["who"]) - allowed)
         if innocent:
             wrong.append(f"{', '.join(innocent)}: {each['text']}")
+        elif each["change"] == NEW and each["verdict"] == "dead":
+            deaths.update(each["who"])
+            faults = Counter(name for one in accusable for name in one.names if one.at - 1 <= each["said_at"])
+            again = sorted(name for name in each["who"] if deaths[name] > faults[name])
+            wrong += [f"once more {', '.join(again)}: {each['text']}"] if again else []
     return wrong
 
 

@@ -60,13 +60,14 @@ def test_a_file_says_where_to_continue(tmp_path) -> None:
 
 
 def said(at: float, *who: str) -> dict:
-    return {"said_at": at, "who": list(who), "text": "has died"}
+    return {"said_at": at, "who": list(who), "text": "has died", "change": "told", "verdict": "dead"}
 
 
 def test_a_verdict_is_wrong_if_nothing_was_done_to_the_process_it_names() -> None:
     faults = [Accusable(100.0, 110.0, ("policy-1",)), Accusable(200.0, 210.0, ("engine-0",))]
     assert false_alarms([said(103.0, "policy-1"), said(205.0, "engine-0")], faults) == []
     assert false_alarms([said(103.0, "policy-1", "policy-0")], faults) == ["policy-0: has died"]
+    assert false_alarms([said(103.0, "policy-1"), said(108.0, "policy-1")], faults) == ["once more policy-1: has died"]
     assert len(false_alarms([said(203.0, "policy-1"), said(99.0 - 1, "policy-1")], faults)) == 2
     assert seconds_until_named([said(205.5, "engine-0")], faults[1]) == 5.5
     assert seconds_until_named([said(205.5, "engine-0")], faults[0]) is None
