@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from cluster_services import BackgroundService, DeferringService, Parcel, Plain
-from ray_hosts import needs_ray
+from needed_systems import needs_ray
 from relayed_cluster import RelayedCluster, await_relay
 
 from lockstep.base.transport import auth_handshake

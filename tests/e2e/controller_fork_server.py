@@ -152,7 +152,7 @@ def refuse_more(most: int) -> None:
 
 
 def stop_when(file: str) -> None:
-    """Stops this process and those that it starts once the file (a pattern) exists, as `stop/sitecustomize.py` says."""
+    """Stops this process and those that it starts once the file (a pattern) exists: see `injected/sitecustomize.py`."""
     import_sitecustomize(with_sitecustomize(STOP_WHEN, file))
 
 
@@ -174,8 +174,8 @@ def import_sitecustomize(folder: Path) -> None:
 
 
 def with_sitecustomize(variable: str, value: str) -> Path:
-    """Lets processes that this one starts import `stop/sitecustomize.py`, which does what the variable says."""
-    folder = Path(__file__).with_name("stop")
+    """Lets processes that this one starts import `injected/sitecustomize.py`, which does what the variable says."""
+    folder = Path(__file__).parents[2] / "benchmarks" / "faults" / "injected"
     os.environ[variable] = value
     add_python_path(folder)
     return folder

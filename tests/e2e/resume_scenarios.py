@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from harness import (
     PICTURES,
-    ControllerPosition,
-    Ended,
     Launched,
     config,
     metric_rows,
@@ -28,6 +26,7 @@ from harness import (
 )
 from safetensors.numpy import load_file
 
+from benchmarks.launched_run import ControllerPosition, Ended
 from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
 from lockstep.train.checkpoints.checkpoint_files import read_manifest

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_namespaces import needs_namespaces
-from ray_hosts import Hosts
+from needed_systems import needs_namespaces
 
+from benchmarks.faults.ray_hosts import Hosts
 from lockstep.models.tiny_model import make_tiny
 
 pytest.importorskip("ray")

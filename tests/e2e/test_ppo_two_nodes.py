@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from forked_controller import ENVIRONMENT
 from harness import Launched, task, train, write
-from network_namespaces import needs_namespaces
-from ray_hosts import Hosts, needs_ray
+from needed_systems import needs_namespaces, needs_ray
 from resume_scenarios import assert_equal_runs
 from test_colocation import make_scorer, settings
+
+from benchmarks.faults.ray_hosts import Hosts
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(900), needs_namespaces]
 

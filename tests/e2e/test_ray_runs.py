@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from forked_controller import ENVIRONMENT
 from harness import Launched, config, task, write
-from network_namespaces import needs_namespaces
-from ray_hosts import Hosts, needs_ray, until
+from needed_systems import needs_namespaces, needs_ray
+
+from benchmarks.faults.ray_hosts import Hosts, until
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

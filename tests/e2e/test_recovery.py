@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Ended, Launched, config, prompts_used, seeded_random, weights, write
+from harness import Launched, config, prompts_used, seeded_random, weights, write
 from resume_scenarios import Reference, References, assert_close, evaluations, metrics
 
+from benchmarks.launched_run import Ended
 from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Ended, Launched, prompts_used, seeded_random, task, write
+from harness import Launched, prompts_used, seeded_random, task, write
 from resume_scenarios import References
 from test_async import TERMS, check
 from test_async import values as ahead
@@ -30,6 +30,8 @@ from test_recovery import (
     wait_for_restarts,
     why,
 )
+
+from benchmarks.launched_run import Ended
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Ended, Launched, build_once, config, prompts_used, seeded_random, task, weights, write
+from harness import Launched, build_once, config, prompts_used, seeded_random, task, weights, write
 from resume_scenarios import STEPS, metrics
 from test_recovery import kill_worker, pid_of, recoveries, replacements, reported_stalls, wait_for_restarts
 
+from benchmarks.launched_run import Ended
 from lockstep.ledger.ledger import Ledger
 
 STAGES = ("rollout", "logprobs", "train", "publish", "checkpoint")

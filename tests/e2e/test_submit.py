@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ray_hosts import needs_ray
+from needed_systems import needs_ray
 from typer.testing import CliRunner
 
 from lockstep.cli import app

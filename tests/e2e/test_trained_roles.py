@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ALPHABET, Ended, Launched, build_once, config, seeded_random, task, weights, write
+from harness import ALPHABET, Launched, build_once, config, seeded_random, task, weights, write
 from safetensors.numpy import load_file
 from test_recovery import kill_worker, memory_of, pid_of, recoveries, replacements, wait_for_restarts, why
 from transformers import AutoModelForCausalLM
 
+from benchmarks.launched_run import Ended
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 

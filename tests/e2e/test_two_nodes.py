@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from harness import LOCKSTEP
-from network_namespaces import needs_namespaces
-from ray_hosts import Hosts, needs_ray
+from needed_systems import needs_namespaces, needs_ray
 
+from benchmarks.faults.ray_hosts import Hosts
 from lockstep.watch.beacon.reader import read_beacon
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(900), needs_namespaces]

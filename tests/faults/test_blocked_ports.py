@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from network_namespaces import needs_namespaces
-from ray_hosts import Hosts, needs_ray, until
+from needed_systems import needs_namespaces, needs_ray
 
+from benchmarks.faults.ray_hosts import Hosts, until
 from lockstep.cluster.cluster_node import NodeRefused
 from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.cluster.protocol import WorkerSpec

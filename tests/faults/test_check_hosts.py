@@ -15,8 +15,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from network_namespaces import Cable, ip, needs_namespaces
+from needed_systems import needs_namespaces
 
+from benchmarks.faults.network_namespaces import Cable, ip
 from lockstep.cluster.local_cluster import LocalProbes
 from lockstep.doctor.check.cluster import collective_test, host_pairs, rendezvous_rules
 from lockstep.doctor.check.cluster.collective_test import OPERATIONS, PlannedCommunicator

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "ledger"))
 
 from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
 
+from benchmarks.faults import machine_faults
+from benchmarks.faults.machine_faults import CannotInject, fill
 from lockstep.ledger import Ledger, LedgerFull, LedgerReadOnly
 from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_file
 
@@ -32,19 +34,11 @@ def few_inodes(tmp_path: Path) -> Iterator[Path]:
 
 
 def mounted(tmp_path: Path, options: str) -> Iterator[Path]:
-    point = tmp_path / "disk"
-    point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "lockstep-test", str(point)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if done.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", "-l", str(point)], check=True, timeout=20)
+    with contextlib.ExitStack() as stack:
+        try:
+            yield stack.enter_context(machine_faults.small_disk(tmp_path / "disk", options))
+        except CannotInject as error:
+            pytest.skip(str(error))
 
 
 @contextlib.contextmanager
@@ -55,14 +49,6 @@ def file_size_limit(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def fill(folder: Path, free_bytes: int) -> Path:
-    """Fill the disk except for `free_bytes`."""
-    ballast = folder / "ballast"
-    state = os.statvfs(folder)
-    ballast.write_bytes(b"x" * max(0, state.f_bavail * state.f_frsize - free_bytes))
-    return ballast
 
 
 def assert_as_before(ledger: Ledger, steps: list[int]) -> None:

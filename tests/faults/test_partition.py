@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from network_namespaces import Cable, needs_namespaces
+from needed_systems import needs_namespaces
 
+from benchmarks.faults.network_namespaces import Cable
 from lockstep.base.folders import new_run_id
 from lockstep.watch.agent.agent_client import AgentClient
 from lockstep.watch.agent.service_discovery import ServiceAddress

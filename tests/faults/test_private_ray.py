@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from ray_hosts import needs_ray
+from needed_systems import needs_ray
 
 from lockstep.config.cluster import RayClusterConfig as Config
 

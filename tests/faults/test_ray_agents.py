@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_hosts import needs_ray, until
+from needed_systems import needs_ray
 from test_ray_nodes import WANTED, engine
 
+from benchmarks.faults.ray_hosts import until
 from lockstep.base.folders import run_shm_dir
 from lockstep.cluster import node_versions
 from lockstep.cluster.node_versions import VersionError

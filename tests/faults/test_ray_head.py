@@ -17,12 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-import ray_hosts
 from cluster_services import Plain
-from network_namespaces import needs_namespaces
-from ray_hosts import Hosts, needs_ray, until
+from needed_systems import TEST_PATHS, needs_namespaces, needs_ray
 from test_ray_nodes import ENVIRONMENT, SPREAD, WANTED, engine, hosts
 
+from benchmarks.faults.ray_hosts import Hosts, until
 from lockstep.config.cluster import RayClusterConfig as Config
 from lockstep.watch.agent.agent_client import AgentGone
 from lockstep.watch.procfs import processes
@@ -34,7 +33,7 @@ pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 def in_a_process(name: str, *words: str) -> subprocess.Popen[str]:
     """Start a process that runs a function of this module."""
-    python_path = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent), ENVIRONMENT["PYTHONPATH"]]
+    python_path = [str(Path(__file__).parent), *TEST_PATHS, ENVIRONMENT["PYTHONPATH"]]
     return subprocess.Popen(
         [sys.executable, "-c", f"import sys, test_ray_head; test_ray_head.{name}(*sys.argv[1:])", *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}, stdin=subprocess.PIPE,

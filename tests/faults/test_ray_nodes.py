@@ -17,11 +17,10 @@ from typing import Any
 
 import psutil
 import pytest
-import ray_hosts
-from network_namespaces import needs_namespaces
-from ray_hosts import Hosts, needs_ray, until
+from needed_systems import TEST_PATHS, needs_namespaces, needs_ray
 
 import lockstep
+from benchmarks.faults.ray_hosts import Hosts, until
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster import agent_cluster
 from lockstep.cluster.placement.assignment import DoesNotFit
@@ -210,7 +209,7 @@ def test_a_host_with_gpus_is_lost_and_comes_back(
         assert far.free_gpus == 0
 
 
-BESIDE = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent)]
+BESIDE = [str(Path(__file__).parent), *TEST_PATHS]
 CONTROLLER = """
 import json, sys, time
 from pathlib import Path

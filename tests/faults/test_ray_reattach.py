@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
-import ray_hosts
-from ray_hosts import RAY, needs_ray, until
+from needed_systems import TEST_PATHS, needs_ray
 from test_ray_nodes import ENVIRONMENT, engine
 
+from benchmarks.faults.ray_hosts import RAY, free_port, until
 from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.cluster import RayClusterConfig as Config
@@ -57,7 +57,7 @@ def head() -> Iterator[str]:
 
     from lockstep.cluster.ray import ray_session
 
-    port, temporary = ray_hosts._free_port(), tempfile.mkdtemp(prefix="lsr")
+    port, temporary = free_port(), tempfile.mkdtemp(prefix="lsr")
     words = [
         RAY, "start", "--head", "--port", str(port), "--node-ip-address", "127.0.0.1", "--num-cpus", f"{CPUS:g}",
         "--object-store-memory", str(100 << 20), "--include-dashboard=false", "--temp-dir", temporary, "--block",
@@ -98,7 +98,7 @@ class Killed:
     def __init__(self, address: str, folder: Path, where: str = "running") -> None:
         self.run, self.folder = f"heirs-{secrets.token_hex(3)}", folder / "run"
         self.config = Config(address=address, orphan_grace_s=GRACE_S, notice_after_s=2.0)
-        path = os.pathsep.join([str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent), *paths()])
+        path = os.pathsep.join([str(Path(__file__).parent), *TEST_PATHS, *paths()])
         with subprocess.Popen(
             [sys.executable, "-c", CONTROLLER, address, self.run, str(self.folder), where],
             stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},

@@ -444,3 +444,22 @@ def test_a_replaced_agent_is_connected(site: Site) -> None:
     site.start("slow")
     os.kill(site.pids["policy-1"], signal.SIGKILL)
     assert site.until_event("policy-1", "confirmed", seconds=20).verdict["kind"] == "dead"
+
+
+def test_a_new_supervisor_says_nothing_of_processes_that_were_replaced(site: Site) -> None:
+    """The former one has reported their deaths."""
+    site.start("slow")
+    os.kill(site.pids["policy-1"], signal.SIGKILL)
+    site.until_event("policy-1", "confirmed", seconds=20)
+    site.client.forget("policy-1")
+    first = site.supervision.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    until(
+        lambda: site.supervision.pid not in (None, first) and site.supervision.connected.is_set(),
+        30,
+        "supervised again",
+    )
+    site.events.clear()
+    time.sleep(3 * PATIENCE.notice_s)
+    assert [event.headline for event in site.events if "policy-1" in event.who and event.level == "confirmed"] == []

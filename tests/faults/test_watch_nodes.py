@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network_namespaces import Cable, needs_namespaces
+from needed_systems import needs_namespaces
+
+from benchmarks.faults.network_namespaces import Cable
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 JOB = str(Path(__file__).with_name("watch_jobs") / "training_job.py")

@@ -7,8 +7,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from network_namespaces import Cable, needs_namespaces
+from needed_systems import needs_namespaces
 from torch._C._distributed_c10d import TCPStore
+
+from benchmarks.faults.network_namespaces import Cable
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from weight_nodes import NodeSet

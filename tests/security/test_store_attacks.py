@@ -15,9 +15,9 @@ import pytest
 from gated_rewards import Gate
 from harness import LOCKSTEP, Launched, config, end_all, task, train, weights, write
 from intruder import Intruder, is_open_store, listeners, send_large_keys
-from network_namespaces import needs_namespaces
-from ray_hosts import Hosts, until
+from needed_systems import needs_namespaces
 
+from benchmarks.faults.ray_hosts import Hosts, until
 from lockstep.base.limits import raise_descriptor_limit
 from lockstep.cluster import rendezvous_store
 from lockstep.cluster.local_cluster import LocalCluster

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from network_namespaces import add_namespace, ip, needs_namespaces
+from needed_systems import needs_namespaces
 
+from benchmarks.faults.network_namespaces import add_namespace, ip
 from lockstep.base.network import route_source_address
 from lockstep.cluster.node_network import (
     NetworkInterface,

@@ -167,6 +167,9 @@ class MonitoringService:
 
     def _observe(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         every_s, calm_s, after_s = (float(message[name]) for name in ("every_s", "calm_s", "suspect_after_s"))
+        if not self._observers:  # to a supervisor that takes the place of another one these deaths are no news
+            for name in self._monitor.replaced:
+                self._monitor.forget(name, 0.0)
         self._observers[connection] = _Subscription(every_s, calm_s, after_s)
         self._reports.forget()
         self._devices.start()

@@ -184,7 +184,7 @@ class ProcessMonitor:
                 self._add_worker(each, beacons.get(each.name))
         for state in beacons.values():
             child = children.get(state.name)
-            if child is None or child.pid == state.pid:
+            if (child is None or child.pid == state.pid) and not self._ended_and_replaced(state, beacons):
                 self._read(state)
         self._credit_parents()
         self._add_missing_ranks(now)
@@ -212,6 +212,15 @@ class ProcessMonitor:
                 if process is not None:
                     process.stop_watching()
         return dropped
+
+    def _ended_and_replaced(self, state: BeaconState, beacons: Mapping[str, BeaconState]) -> bool:
+        """Whether a process had ended and been replaced before this monitor saw it, as an agent that has taken the
+        place of another one finds it: its death is no news."""
+        if state.name in self.tracked or processes.is_alive(state.pid, state.start_ticks):
+            return False
+        place = (state.role, state.rank, state.parent)
+        others = (each for each in beacons.values() if (each.role, each.rank, each.parent) == place)
+        return any(each.created_ns > state.created_ns for each in others)
 
     def shows_no_stall(self) -> bool:
         """Whether every process makes progress or is idle, and none has just ended."""

@@ -392,6 +392,16 @@ time.sleep(600)
 """
 
 
+def test_a_new_monitor_leaves_out_processes_that_were_replaced_before_it_began(run: str) -> None:
+    """A former agent has seen how they ended. The successor has ended with that agent, and nothing has replaced it."""
+    program = "import sys; from lockstep.watch.beacon.writer import open_beacon; open_beacon(*sys.argv[1:4], 1)"
+    for name in ("policy-1", "policy-1.1"):
+        subprocess.run([sys.executable, "-c", program, run, name, "policy"], check=True, timeout=60)
+    monitor = ProcessMonitor(run)
+    ended = [each.name for _ in range(2) for each in monitor.sample({})]
+    assert ended == ["policy-1.1"] and sorted(monitor.tracked) == ["policy-0", "policy-1.1"]
+
+
 def test_an_observer_from_outside_finds_the_same_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
     run = new_run_id("look")

@@ -17,6 +17,10 @@ from typing import Any
 
 STOP_WHEN, TRAINER = "LOCKSTEP_TEST_STOP_WHEN", "LOCKSTEP_TEST_TRAINER"
 TRAINER_KIND = "LOCKSTEP_TEST_TRAINER_KIND"
+TRAINERS = {
+    "lockstep.train.fsdp.fsdp_trainer": "FSDP2Trainer",
+    "lockstep.train.deepspeed.deepspeed_trainer": "DeepSpeedTrainer",
+}
 _EVENTS = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"})
 
 
@@ -39,8 +43,8 @@ def freeze_rank(how: str, file: str) -> None:
     (`gil`)."""
     from lockstep.watch.recorder import import_hook
 
-    def patch(module: Any) -> None:
-        original = module.FSDP2Trainer.step
+    def patch(kind: Any) -> None:
+        original = kind.step
 
         def block() -> None:
             if how == "stop":
@@ -56,9 +60,10 @@ def freeze_rank(how: str, file: str) -> None:
                 block()
             return original(self, *args)
 
-        module.FSDP2Trainer.step = step
+        kind.step = step
 
-    import_hook.when_imported("lockstep.train.fsdp.fsdp_trainer", patch)
+    for path, name in TRAINERS.items():
+        import_hook.when_imported(path, lambda module, name=name: patch(getattr(module, name)))
 
 
 def register_kind(module: str) -> None:

@@ -8,19 +8,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
-import pytest
-from network_namespaces import Cable
+
+from benchmarks.faults.network_namespaces import Cable
 
 BOUND_S = 120.0
 LEAVES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
 """Nodes leave a cluster whose head has not responded for this many seconds."""
 RAY = str(Path(sys.executable).with_name("ray"))
-
-needs_ray = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")]
 
 
 def until(check: Callable[[], object], seconds: float, what: str) -> float:
@@ -40,7 +37,7 @@ class Hosts:
         self.cable = Cable.any("lr", "10.79")
         self.folder = folder
         self.temporary = Path(tempfile.mkdtemp(prefix="lsr"))
-        self.port = _free_port()
+        self.port = free_port()
         self._started: list[subprocess.Popen[bytes]] = []
         self.environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
@@ -141,7 +138,7 @@ class Hosts:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
         return int(trial.getsockname()[1])
