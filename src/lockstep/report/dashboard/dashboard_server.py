@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -35,6 +36,8 @@ MOST_NAMES = 256
 MOST_POINTS = 5000
 HEADER_BYTES = 32768
 CONNECTIONS = 256
+READ_AHEAD = 4
+"""Runs whose metrics are read before a page asks for them."""
 
 
 class DashboardServer:
@@ -69,6 +72,17 @@ class DashboardServer:
         web.add_exception_handler(RequestValidationError, _answer_invalid)
         web.add_exception_handler(HTTPException, _answer_http)
         self.app = RequestGuard(web, token, host)
+
+    def read_ahead(self) -> None:
+        """Reads the metrics of the first runs while the browser starts. Returns at once."""
+        shown = list(self._catalogue.runs().values())[:READ_AHEAD]
+
+        def read() -> None:
+            for each in shown:
+                with suppress(LedgerError, OSError, RunBusy):
+                    each.feed.metric_names()
+
+        threading.Thread(target=read, name="dashboard read ahead", daemon=True).start()
 
     def close(self) -> None:
         """Ends the watching of runs."""
@@ -223,6 +237,7 @@ def http_server_of(server: DashboardServer) -> uvicorn.Server:
 
 def serve_dashboard(server: DashboardServer, listening: socket.socket) -> None:
     """Serves until Ctrl-C or SIGTERM."""
+    server.read_ahead()
     try:
         with suppress(KeyboardInterrupt):  # uvicorn raises it again when everything has ended
             http_server_of(server).run(sockets=[listening])

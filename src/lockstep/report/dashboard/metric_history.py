@@ -23,8 +23,6 @@ class MetricHistory:
 
     def __init__(self) -> None:
         self._columns: dict[str, _Column] = {}
-        self.rows = 0
-        """Values in all columns."""
 
     @property
     def names(self) -> list[str]:
@@ -32,14 +30,15 @@ class MetricHistory:
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds values of a step. A step that a column has already, or that is earlier than its last, is left out."""
+        columns = self._columns
         for name, value in values.items():
-            column = self._columns.get(name)
+            column = columns.get(name)
             if column is None:
-                column = self._columns[name] = _Column()
-            if not column.steps or step > column.steps[-1]:
-                column.steps.append(step)
+                column = columns[name] = _Column()
+            steps = column.steps
+            if not steps or step > steps[-1]:
+                steps.append(step)
                 column.values.append(value)
-                self.rows += 1
 
     def forget_from(self, step: int) -> None:
         """Removes the values of this step and of later ones."""
@@ -47,7 +46,6 @@ class MetricHistory:
             first = len(column.steps)
             while first and column.steps[first - 1] >= step:
                 first -= 1
-            self.rows -= len(column.steps) - first
             del column.steps[first:], column.values[first:]
         self._columns = {name: column for name, column in self._columns.items() if column.steps}
 
