@@ -162,9 +162,10 @@ class _LiveReader:
 
 def run_id_of(folder: Path) -> str | None:
     """The id of the run's newest attempt, if its processes are, or were, on this host."""
+    path = folder / "run-id"
     try:
-        run = read_run_id(folder / "run-id")
-        return run if run_shm_dir(run).is_dir() else None
+        run = read_run_id(path) if path.is_file() else ""  # a pipe would block
+        return run if run and run_shm_dir(run).is_dir() else None
     except (OSError, ValueError):
         return None
 

@@ -189,7 +189,8 @@ class RunFeed:
         if ends:
             reason = ends[-1]
             return ("finished", "") if reason == "finished" else _ended_state(reason)
-        if lock_holder(self.folder / LOCK_FILE) is not None:
+        lock = self.folder / LOCK_FILE
+        if lock.is_file() and lock_holder(lock) is not None:  # a pipe would block
             return "running", ""
         if self._updated is not None and time.time() - self._updated < REMOTE_S:
             return "running", "no process of this host holds the run: it runs on another host, or was just killed"
