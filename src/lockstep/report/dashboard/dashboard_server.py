@@ -167,7 +167,7 @@ class DashboardServer:
         for each in run:
             if self._catalogue.run(each) is None:
                 raise _unknown_run(each)
-        events = self.events.listen(list(dict.fromkeys(run)), request.headers.get("last-event-id", ""))
+        events = self.events.follow(list(dict.fromkeys(run)), request.headers.get("last-event-id", ""))
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def _page(self, name: str) -> Response:

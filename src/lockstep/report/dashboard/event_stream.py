@@ -70,7 +70,7 @@ class EventStream:
         self._task: asyncio.Task[None] | None = None
         self.closing = False
 
-    async def listen(self, runs: Sequence[str], last_id: str) -> AsyncIterator[bytes]:
+    async def follow(self, runs: Sequence[str], last_id: str) -> AsyncIterator[bytes]:
         """The events of some runs, as the bytes of the answer.
 
         Args:

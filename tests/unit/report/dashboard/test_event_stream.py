@@ -65,7 +65,7 @@ def following(folder: Path, body: Callable[[EventStream], Awaitable[None]]) -> N
 
 def test_steps_states_and_incidents_are_news(folder: Path) -> None:
     async def body(stream: EventStream) -> None:
-        listener = Listener(stream.listen(["r"], ""))
+        listener = Listener(stream.follow(["r"], ""))
         _, kind, hello = await listener.next()
         assert kind == "hello" and hello["resumed"] is False and hello["version"]
         with Ledger.resume(folder) as ledger:
@@ -88,19 +88,19 @@ def test_steps_states_and_incidents_are_news(folder: Path) -> None:
 
 def test_a_listener_resumes_after_its_last_event(folder: Path) -> None:
     async def body(stream: EventStream) -> None:
-        first = Listener(stream.listen(["r"], ""))
+        first = Listener(stream.follow(["r"], ""))
         with Ledger.resume(folder) as ledger:
             for step in range(3):
                 ledger.commit(step, {})
             await first.until("state")
             add_steps(ledger, 3, 5)
             last, _, _ = (await first.until("step", 2))[0]
-            keep_looking = Listener(stream.listen(["r"], ""))
+            keep_looking = Listener(stream.follow(["r"], ""))
             await keep_looking.next()
             await first.close()
             add_steps(ledger, 5, 6)
             await keep_looking.until("step")
-            again = Listener(stream.listen(["r"], last))
+            again = Listener(stream.follow(["r"], last))
             _, _, hello = await again.next()
             assert hello["resumed"] is True
             assert [data["step"] for _, _, data in await again.until("step", 2)] == [5, 6]
@@ -111,7 +111,7 @@ def test_a_listener_resumes_after_its_last_event(folder: Path) -> None:
 @pytest.mark.parametrize("last", ["", "x", "0000-5", "nothing-1", "-", "\x00"])
 def test_an_id_of_another_server_does_not_resume(folder: Path, last: str) -> None:
     async def body(stream: EventStream) -> None:
-        listener = Listener(stream.listen(["r"], last))
+        listener = Listener(stream.follow(["r"], last))
         assert (await listener.next())[2]["resumed"] is False
         await listener.close()
 
@@ -123,14 +123,14 @@ def test_a_slow_listener_starts_anew_and_memory_is_bounded(folder: Path, monkeyp
     monkeypatch.setattr(event_stream, "RING_BYTES", 5000)
 
     async def body(stream: EventStream) -> None:
-        slow = Listener(stream.listen(["r"], ""))
+        slow = Listener(stream.follow(["r"], ""))
         last = (await slow.next())[0]
         for number in range(500):
             stream._publish("r", "step", {"step": number, "text": "x" * 1000})
         assert len(stream._ring) <= 5 and stream._bytes <= 5000
         kind, data = (await slow.next())[1:]
         assert (kind, data["resumed"]) == ("hello", False)
-        again = Listener(stream.listen(["r"], last))
+        again = Listener(stream.follow(["r"], last))
         assert (await again.next())[2]["resumed"] is False
 
     following(folder, body)
@@ -140,7 +140,7 @@ def test_a_quiet_stream_has_heartbeats(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.05)
 
     async def body(stream: EventStream) -> None:
-        raw = stream.listen(["r"], "")
+        raw = stream.follow(["r"], "")
         while await asyncio.wait_for(anext(raw), 20) != b": heartbeat\n\n":
             pass
 
@@ -149,7 +149,7 @@ def test_a_quiet_stream_has_heartbeats(folder: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_run_that_vanishes_is_news_once(folder: Path) -> None:
     async def body(stream: EventStream) -> None:
-        listener = Listener(stream.listen(["r"], ""))
+        listener = Listener(stream.follow(["r"], ""))
         await listener.until("state")
         shutil.rmtree(folder)
         assert (await listener.until("state"))[0][2]["state"] == "removed"
@@ -167,7 +167,7 @@ def test_text_of_a_run_cannot_end_an_event(folder: Path) -> None:
 
 def test_nobody_listens_nobody_looks(folder: Path) -> None:
     async def body(stream: EventStream) -> None:
-        listener = Listener(stream.listen(["r"], ""))
+        listener = Listener(stream.follow(["r"], ""))
         await listener.until("state")
         await listener.close()
         for _ in range(200):
