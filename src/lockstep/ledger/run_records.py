@@ -1,10 +1,10 @@
 """What people read about a run: metrics, evaluations, samples and events, as rows of the index."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from lockstep.ledger import json_values
+from lockstep.ledger import json_values, metric_blocks
 from lockstep.ledger.errors import IndexDamaged
 from lockstep.ledger.sqlite_index import (
     CompletionSample,
@@ -40,17 +40,32 @@ class RunRecords:
             found.append(EvaluationRow(step, at, self._index.parse(metrics, dict), self._parse_samples(stored)))
         return found
 
+    def evaluation_metrics(self) -> list[EvaluationRow]:
+        """Returns all evaluations, by step, of which only the first and the last one with samples have them."""
+        sampled = "SELECT {}(step) FROM evaluations WHERE samples != '[]'"
+        shown = f"step IN (({sampled.format('min')}), ({sampled.format('max')}))"
+        case = f"CASE WHEN {shown} THEN samples ELSE '[]' END"
+        rows = self._index.rows(f"SELECT step, at, metrics, {case} FROM evaluations ORDER BY step")
+        return [EvaluationRow(step, at, self._index.parse(metrics, dict), self._parse_samples(stored))
+                for step, at, metrics, stored in rows]  # fmt: skip
+
     def record_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         """Keeps a few completions of a step, which stay when its step file is deleted."""
         kept = json_values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
         with self._index.transaction() as transaction:
             transaction.put("samples", step=step, samples=kept)
 
-    def samples(self) -> list[SamplesRow]:
-        """Returns the completions that were kept, by step; none of a run of a version that kept none."""
+    def sampled_steps(self) -> list[int]:
+        """Returns the steps of which completions were kept; none of a run of a version that kept none."""
         if not self._index.rows("SELECT 1 FROM sqlite_master WHERE name = 'samples'"):
             return []
-        rows = self._index.rows("SELECT step, at, samples FROM samples ORDER BY step")
+        return [row[0] for row in self._index.rows("SELECT step FROM samples ORDER BY step")]
+
+    def samples(self, steps: Collection[int] | None = None) -> list[SamplesRow]:
+        """Returns the completions that were kept, by step: of all steps, or of some."""
+        chosen = self.sampled_steps() if steps is None else sorted({*steps} & {*self.sampled_steps()})
+        sql = "SELECT step, at, samples FROM samples WHERE step = ?"
+        rows = [row for step in chosen for row in self._index.rows(sql, step)]
         return [SamplesRow(step, at, self._parse_samples(stored)) for step, at, stored in rows]
 
     def _parse_samples(self, stored: str) -> list[CompletionSample]:
@@ -62,15 +77,36 @@ class RunRecords:
     def record_metrics(self, step: int, row: Mapping[str, float]) -> None:
         """Adds values to the metrics of a step, and replaces those with the same names."""
         with self._index.transaction() as transaction:
+            if transaction.execute("SELECT 1 FROM metric_blocks WHERE last >= ?", step):
+                metric_blocks.unpack_from(transaction, step)
             found = transaction.execute('SELECT "values" FROM metrics WHERE step = ?', step)
             merged = {**(self._index.parse(found[0][0], dict) if found else {}), **row}
             transaction.put("metrics", step=step, values=json_values.dumps(merged, "metrics"))
 
-    def metrics_rows(self, after: int | None = None) -> list[MetricsRow]:
-        """Returns the metrics by step, only of steps later than `after`."""
-        where = "" if after is None else f"WHERE step > {int(after)}"
-        rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
-        return [MetricsRow(step, at, generation, self._index.parse(row, dict)) for step, at, generation, row in rows]
+    def metrics_rows(
+        self, after: int | None = None, before: int | None = None, most: int | None = None
+    ) -> list[MetricsRow]:
+        """Returns the metrics by step, only of steps later than `after` and earlier than `before`. If there are more
+        than `most`, returns some at even distances, and the last."""
+        span = -2 if after is None else after, 2**62 if before is None else before
+        return [self._metrics_row(row) for row in metric_blocks.metric_texts(self._index, *span, most)]
+
+    def has_metrics(self) -> bool:
+        """Whether there are metrics of any step."""
+        return bool(self._index.rows("SELECT 1 FROM metrics LIMIT 1")) or metric_blocks.count_blocks(self._index) > 0
+
+    def newest_metrics(self, name: str, before: int) -> MetricsRow | None:
+        """Returns the newest row of a step earlier than `before` that has the metric."""
+        found = metric_blocks.newest_with(self._index, name, before)
+        return None if found is None else self._metrics_row(found)
+
+    def metric_totals(self, before: int) -> metric_blocks.MetricTotals:
+        """Returns the sums over the steps earlier than `before`."""
+        return metric_blocks.metric_totals(self._index, before)
+
+    def _metrics_row(self, row: metric_blocks.Row) -> MetricsRow:
+        step, at, generation, values = row
+        return MetricsRow(step, at, generation, self._index.parse(values, dict))
 
     def record_event(self, kind: str, **fields: Any) -> None:
         """Records an event with the current time."""

@@ -58,7 +58,7 @@ def read_samples(ledger: Ledger, number: int | None, count: int, order: SampleOr
         StepCorrupt: the step file is damaged.
     """
     steps = ledger.stored_steps()
-    kept = {row.step: row.samples for row in ledger.samples()}
+    kept = ledger.sampled_steps()
     if number is None:
         if not steps:
             raise NoSamples(ledger.folder, _why_no_steps(ledger))
@@ -69,9 +69,10 @@ def read_samples(ledger: Ledger, number: int | None, count: int, order: SampleOr
         total = sum(len(group.completions) for group in groups)
         return StepSamples(step + 1, choose_samples(groups, count, order), total, ledger.step_path(step))
     if step in kept:
-        rewards = [-np.inf if sample.reward is None else sample.reward for sample in kept[step]]
+        samples = ledger.samples([step])[0].samples
+        rewards = [-np.inf if sample.reward is None else sample.reward for sample in samples]
         ranked = np.argsort(-np.asarray(rewards), kind="stable").tolist()
-        chosen = [kept[step][index] for index in _select(ranked, count, order)]
+        chosen = [samples[index] for index in _select(ranked, count, order)]
         return StepSamples(step + 1, chosen, ledger.completions_of(step), None)
     if not steps and not kept:
         raise NoSamples(ledger.folder, _why_no_steps(ledger))
