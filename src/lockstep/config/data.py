@@ -57,6 +57,10 @@ class DatasetConfig(Section):
     overlong: Literal["error", "drop", "truncate"] = "error"
     """For a sample longer than the context: refuse the run, drop the row and count it, or (pairs only) cut the longer
     completions at their ends and count the pairs. A prompt, and so an image, is never cut."""
+    measure: Literal["auto", "all", "used"] = "auto"
+    """Which rows are read and measured before the run starts: `all`, or 1,000 of them (`used`) and each of the others
+    when it is used. An overlong one then ends the run, or with `overlong: drop` leaves its step one prompt short.
+    `auto` measures all of up to 200,000 prompts, and all rows of other data."""
 
     images: ImageDataConfig = ImageDataConfig()
     """Images of the rows, for a vision-language model."""

@@ -185,6 +185,9 @@ class CheckpointConfig(Section):
     """At least two: step files are kept until the second newest checkpoint."""
     keep_best: bool = True
     """Also keep the checkpoint of the best evaluation."""
+    keep_rollouts_gb: float = Field(0.0, ge=0)
+    """Keep the newest step files that no checkpoint needs any more, up to this size (10^9 bytes), for `lockstep
+    samples`. Those that are needed to resume are kept whatever their size."""
     export: bool | Literal["merged", "adapter"] = True
     """When the run ends, write `export`, a folder for `AutoModelForCausalLM.from_pretrained` or, of a reward model,
     `AutoModelForSequenceClassification.from_pretrained` (an adapter is merged into it), and with an adapter also

@@ -29,8 +29,8 @@ from lockstep.data.dataset_rows import (
     uncompressed_file,
 )
 
-LARGE_PARQUET_BYTES = 2**30
-"""Larger Parquet files are not decoded into memory but into `datasets`' memory-mapped cache."""
+LARGE_PARQUET_BYTES = 128 << 20
+"""Parquet files with more bytes, decoded, are not decoded into memory but into `datasets`' memory-mapped cache."""
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 COMPRESSED = ".gz"
@@ -95,7 +95,8 @@ def _open_parquet(path: Path, limit: int | None) -> DatasetRows:
     import pyarrow.parquet as pq
 
     try:
-        if path.stat().st_size > LARGE_PARQUET_BYTES:
+        groups = pq.read_metadata(path)
+        if sum(groups.row_group(each).total_byte_size for each in range(groups.num_row_groups)) > LARGE_PARQUET_BYTES:
             import datasets
 
             source = datasets.Dataset.from_parquet(str(path))

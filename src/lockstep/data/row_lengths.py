@@ -1,7 +1,7 @@
 """The longest sample that fits, which setting limits it, and the rows that fit."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,15 @@ logger = logging.getLogger(__name__)
 
 MEASURED_ROWS = 512
 """Number of rows that are tokenized together to measure their lengths."""
+CHECKED_ROWS = 64
+"""Number of rows that are tokenized with their masks first, to find a template that does not mark assistant turns."""
+TOKEN_SLACK = 16
+"""The tokens of plain text are counted approximately at first, because a document has an end-of-sequence token, and
+more tokens where prompt and answer are tokenized apart. Lengths this close to the limit are counted exactly."""
+MEASURED_FIRST = 1000
+"""Rows that are measured before the run starts when the others are measured only once they are used."""
+MOST_MEASURED = 200_000
+"""Most prompts that `data.measure: auto` measures before the run starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,10 @@ class LengthLimit:
     """Which settings to change, as the beginning of a sentence: `Raise token_budget`."""
     field: str = "data"
     """The section of the dataset."""
+
+
+class OverlongRow(BadRow):
+    """A row with too many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,46 +74,55 @@ def length_problem(what: str, tokens: int, limit: LengthLimit) -> BadRow:
     why = f" ({limit.reason})" if limit.reason else ""
     problem = f"the {what} has {tokens} tokens, more than the {limit.tokens} that fit{why}"
     others = f"{_sentence(limit.remedy)}, or set" if limit.remedy else "Set"
-    return BadRow(None, problem, f"{others} {limit.field}.overlong to drop.")
+    return OverlongRow(None, problem, f"{others} {limit.field}.overlong to drop.")
+
+
+def rows_to_measure(rows: DatasetRows, usable: np.ndarray, measure: str, kind: str) -> np.ndarray:
+    """Returns those of the usable rows that are read and measured before the run starts: all, or of many prompts
+    `MEASURED_FIRST`, evenly spread. Raises DataError if `data.measure` is `used` for samples of another kind."""
+    if kind != "prompt" and measure == "used":
+        raise DataError(rows.path, f"measure: used is for prompts of text, not for {kind}s", "Set it to all or auto.")
+    if kind != "prompt" or measure == "all" or (measure == "auto" and usable.size <= MOST_MEASURED):
+        return usable
+    return usable[:: -(-usable.size // MEASURED_FIRST)]
 
 
 def select_fitting_rows(
     rows: DatasetRows,
+    candidates: np.ndarray,
     lengths: Callable[[Sequence[int]], list[int]],
     limit: LengthLimit,
     overlong: str,
     what: str,
-    unusable: Collection[int] = (),
 ) -> np.ndarray:
     """Returns the numbers of the rows that fit, int64.
 
     Args:
+        candidates: the rows to measure, int64.
         lengths: returns the number of tokens of each of the given rows.
-        unusable: rows that are left out for another reason.
 
     Raises:
         DataError: a row cannot be used or is empty, a row is longer and `overlong` is `error`, or all rows are longer.
     """
     kept: list[int] = []
-    for begin in range(0, len(rows), MEASURED_ROWS):
-        chosen: Sequence[int] = range(begin, min(begin + MEASURED_ROWS, len(rows)))
-        if unusable:
-            chosen = [row for row in chosen if row not in unusable]
+    for begin in range(0, candidates.size, MEASURED_ROWS):
+        chosen = candidates[begin : begin + MEASURED_ROWS].tolist()
         for row, tokens in zip(chosen, lengths(chosen), strict=True):
             if tokens == 0 or (tokens > limit.tokens and overlong == "error"):
                 raise rows.data_error(row, length_problem(what, tokens, limit))
             if tokens <= limit.tokens:
                 kept.append(row)
         if begin and begin % (100 * MEASURED_ROWS) == 0:
-            logger.info("%s: %d of %d rows measured", rows.path, begin, len(rows))
-    long, fit = len(rows) - len(unusable) - len(kept), count_noun(limit.tokens, "token")
+            logger.info("%s: %d of %d rows measured", rows.path, begin, candidates.size)
+    long, fit = candidates.size - len(kept), count_noun(limit.tokens, "token")
     if not kept:
         why = f" ({limit.reason})" if limit.reason else ""
         subject = "the only row is" if long == 1 else f"each of the {count_noun(long, 'row')} is"
         remedy = f"{_sentence(limit.remedy)}, or choose other data." if limit.remedy else "Choose other data."
         raise DataError(rows.path, f"{subject} longer than {fit}{why}", remedy)
     if long:
-        logger.warning("%s: %d of %d rows are longer than %s and dropped", rows.path, long, len(rows), fit)
+        which = "rows" if candidates.size == len(rows) else "measured rows"
+        logger.warning("%s: %d of %d %s are longer than %s and dropped", rows.path, long, candidates.size, which, fit)
     return np.asarray(kept, np.int64)
 
 

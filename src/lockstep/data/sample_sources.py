@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import numpy as np
 
 from lockstep.config.data import DatasetConfig
+from lockstep.data import row_lengths
 from lockstep.data.chat_templates import TemplateRenderer
 from lockstep.data.dataset_format import DatasetFormat, DatasetSample
 from lockstep.data.dataset_rows import BadRow, DataError, DatasetRows
 from lockstep.data.images.image_content import UnusableImage
 from lockstep.data.images.image_usage import ImageTally, ImageUsage
 from lockstep.data.images.video_text import write_videos
-from lockstep.data.row_lengths import LengthLimit, length_problem, select_fitting_rows
+from lockstep.data.row_lengths import LengthLimit
 from lockstep.data.sample_order import EpochOrder, SampleOrder, make_uid, parse_uid, permutation
 from lockstep.data.samples import Document, LabelledCompletion, Pair, PlacedImage, Prompt
 
@@ -76,10 +77,11 @@ class SampleSource(ABC, Generic[Sample]):
     def take(self, start: int, count: int) -> list[Sample]:
         """Returns `count` samples from position `start` on, the number of samples used before. Crosses epochs.
 
-        Rows whose images have become unusable since the run began are left out, if the config says so.
+        If the config says so, rows with unusable images and overlong rows that were not measured are left out.
         """
         if not self.has_images:
-            return [self.sample(row, epoch) for epoch, row in self._order.take(start, count)]
+            places = self._order.take(start, count)
+            return [each for epoch, row in places if (each := self.usable_sample(row, epoch)) is not None]
         taken = self._order.take(start, 2 * count)
         now = [row for _, row in taken[:count]]
         self.prefetch(now)
@@ -90,12 +92,12 @@ class SampleSource(ABC, Generic[Sample]):
 
     def first(self) -> Sample:
         """Returns the first sample. Raises DataError if none can be used."""
-        found = next((found[0] for position in range(len(self)) if (found := self.take(position, 1))), None)
-        return self.sample(self._order.take(0, 1)[0][1]) if found is None else found
+        found = (found[0] for position in range(len(self)) if (found := self.take(position, 1)))
+        return next(found, None) or self.sample(self._order.take(0, 1)[0][1])
 
     @abstractmethod
     def usable_sample(self, row: int, epoch: int = 0) -> Sample | None:
-        """Returns the sample of a row; None if an image of it has become unusable, and such rows are left out."""
+        """Returns the sample of a row; None if it is to be left out: it is overlong, or has an unusable image."""
 
     @abstractmethod
     def record_images(self) -> None:
@@ -119,7 +121,8 @@ class SampleSource(ABC, Generic[Sample]):
 class DatasetSource(SampleSource[Sample]):
     """Samples of one dataset, rendered and tokenized when they are taken.
 
-    All rows are read and measured when the source is created, so that bad data is reported before the run starts.
+    Rows are read and measured when the source is created, so that bad data is reported before the run starts: all of
+    them, or of many prompts some, as `cfg.measure` says. The others stay on the disk until they are used.
 
     Args:
         seed: determines the order, together with the epoch, if `cfg.shuffle`.
@@ -148,17 +151,19 @@ class DatasetSource(SampleSource[Sample]):
         images: "ImageLoader | None" = None,
     ) -> None:
         self._rows, self._limit, self._images = rows, limit, images
+        self._drops_overlong = cfg.overlong == "drop"
         self._tally = ImageTally(len(rows))
         self._format = DatasetFormat(rows, cfg)
         self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn, images.processor if images else None)
         self._changed = frozenset() if images is None else images.changed_rows(rows)
         unusable = self._changed if images is None else self._changed | images.dropped_rows(rows, self._image_values)
         self._check_rows(cfg, unusable)
-        fitting = select_fitting_rows(rows, self._lengths, limit, cfg.overlong, self.kind, unusable)
-        kept = self._select_useful(fitting)
+        usable = np.setdiff1d(np.arange(len(rows)), np.array(sorted(unusable), np.int64), assume_unique=True)
+        measured = row_lengths.rows_to_measure(rows, usable, cfg.measure, self.kind if images is None else "image")
+        fitting = row_lengths.select_fitting_rows(rows, measured, self._lengths, limit, cfg.overlong, self.kind)
+        kept = self._select_useful(fitting) if measured.size == usable.size else usable
         kept = np.union1d(kept, np.array(sorted(self._changed), np.int64))  # the order stays what it was
-        self.dropped = len(rows) - kept.size
-        self._kept = kept
+        self.dropped, self._kept = len(rows) - kept.size, kept
         self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
         self._usage = self._tally.usage(kept)
 
@@ -208,7 +213,8 @@ class DatasetSource(SampleSource[Sample]):
         try:
             return self.sample(row, epoch)
         except DataError as error:
-            if self._images is None or not self._images.skips or not isinstance(error.__cause__, UnusableImage):
+            skips_image = self._images is not None and self._images.skips and isinstance(error.__cause__, UnusableImage)
+            if not skips_image and not (self._drops_overlong and isinstance(error.__cause__, row_lengths.OverlongRow)):
                 raise
             logger.warning("left out: %s", error)
             return None
@@ -277,7 +283,8 @@ class DatasetSource(SampleSource[Sample]):
 
     def _check_length(self, row: int, tokens: int) -> None:
         if not 0 < tokens <= self._limit.tokens:
-            raise self._rows.data_error(row, length_problem(self.kind, tokens, self._limit))
+            bad = row_lengths.length_problem(self.kind, tokens, self._limit)
+            raise self._rows.data_error(row, bad) from bad
 
 
 class PromptSource(DatasetSource[Prompt]):
@@ -344,13 +351,6 @@ class PromptSource(DatasetSource[Prompt]):
         return sample
 
 
-CHECKED_ROWS = 64
-"""Number of rows that are tokenized with their masks first, to find a template that does not mark assistant turns."""
-TOKEN_SLACK = 16
-"""The tokens of plain text are counted approximately at first, because a document has an end-of-sequence token, and
-more tokens where prompt and answer are tokenized apart. Lengths this close to the limit are counted exactly."""
-
-
 class DocumentSource(DatasetSource[Document]):
     """The documents of a dataset; see `DatasetSource`.
 
@@ -385,7 +385,7 @@ class DocumentSource(DatasetSource[Document]):
     def _check_rows(self, cfg: DatasetConfig, unusable: Collection[int]) -> None:
         if self._format.name == "text" and cfg.chat:
             raise ValueError("data.chat is true, but documents of format text have no turns: remove data.chat")
-        for row in sorted({*range(min(len(self._rows), CHECKED_ROWS))} - {*unusable}):
+        for row in sorted({*range(min(len(self._rows), row_lengths.CHECKED_ROWS))} - {*unusable}):
             self._tokens(row)
 
     def _lengths(self, rows: Sequence[int]) -> list[int]:
@@ -399,7 +399,7 @@ class DocumentSource(DatasetSource[Document]):
                 raise self._rows.data_error(row, bad) from bad
         lengths = self._renderer.count(texts, chat)
         for n, row in enumerate(rows):
-            if not chat[n] and abs(lengths[n] - self._limit.tokens) <= TOKEN_SLACK:
+            if not chat[n] and abs(lengths[n] - self._limit.tokens) <= row_lengths.TOKEN_SLACK:
                 lengths[n] = self._tokens(row)[1].size
         return lengths
 

@@ -28,6 +28,8 @@ _NO_EFFECT = (
     "recovery",
     "watch",
     "early_stopping",
+    "data.measure",
+    "data.mixture.*.measure",
     "data.images.on_error",
     "data.images.workers",
     "data.mixture.*.images.on_error",

@@ -24,11 +24,12 @@ from typing import Any
 
 from lockstep.base.folders import check_no_links, create_file, make_folder, make_scratch_dir, set_access
 from lockstep.data.samples import Completion, Rollouts
-from lockstep.ledger import json_values, partial_rollouts, sqlite_index
+from lockstep.ledger import json_values, metric_blocks, partial_rollouts, sqlite_index
 from lockstep.ledger.config_changes import ConfigChange, allowed_changes
 from lockstep.ledger.durable_files import RunLock, disk_full_as_ledger_error, fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import FolderExists, OutOfOrder, StepCollected, StepConflict, StepCorrupt
 from lockstep.ledger.reference_chunks import ReferenceChunks
+from lockstep.ledger.retention import Retention
 from lockstep.ledger.run_folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -50,7 +51,7 @@ _TRACKER_FOLDERS = ("wandb",)
 """Folders in which a tracker makes links of its own."""
 
 
-class Ledger(ReferenceChunks, RunRecords):
+class Ledger(ReferenceChunks, RunRecords, Retention):
     """The ledger of a run, opened by `create`, `resume` or `reader`. A context manager. Its methods raise the errors of
     `ledger.errors`."""
 
@@ -126,7 +127,7 @@ class Ledger(ReferenceChunks, RunRecords):
             if config is not None:
                 with cls.reader(folder) as current:
                     changes = allowed_changes(folder, current.config(), config, accept, current.steps_done())
-            ledger = cls(folder, LedgerIndex.write(folder / INDEX_FILE), lock)
+            ledger = cls(folder, LedgerIndex.write(folder / INDEX_FILE, (metric_blocks.BLOCKS_TABLE,)), lock)
         except BaseException:
             lock.close()
             raise
@@ -317,6 +318,11 @@ class Ledger(ReferenceChunks, RunRecords):
         rows = self._index.rows("SELECT step, at, generation, stats FROM commits ORDER BY step")
         return [CommitRow(step, at, generation, self._index.parse(stats, dict)) for step, at, generation, stats in rows]
 
+    def commit_times(self) -> list[tuple[int, float, int]]:
+        """Returns step, time and generation of every commit, by step."""
+        rows = self._index.rows("SELECT step, at, generation FROM commits ORDER BY step")
+        return [(step, at, generation) for step, at, generation in rows]
+
     def committed(self, step: int) -> dict[str, Any] | None:
         """Returns what was recorded with the commit of a step; None if it is not committed."""
         rows = self._index.rows("SELECT stats FROM commits WHERE step = ?", step)
@@ -357,23 +363,6 @@ class Ledger(ReferenceChunks, RunRecords):
         with self._index.transaction() as transaction:
             transaction.execute("DELETE FROM checkpoints WHERE step = ?", step)
 
-    def delete_unneeded_steps(self) -> list[int]:
-        """Deletes the step files that neither of the two newest checkpoints needs, and returns their steps."""
-        checkpoints = self.checkpoints()
-        if len(checkpoints) < 2:
-            return []
-        with self._index.transaction() as transaction:
-            sql = "UPDATE steps SET removed = 1 WHERE step <= ? AND NOT removed RETURNING step"
-            steps = sorted(row[0] for row in transaction.execute(sql, checkpoints[-2].step))
-        for step in steps:
-            self.step_path(step).unlink(missing_ok=True)
-        return steps
-
-    def can_repeat_after(self, step: int) -> bool:
-        """Returns whether the steps after this one can run again: no step file of theirs is deleted. A run that
-        generates nothing has none."""
-        return not self._index.rows("SELECT 1 FROM steps WHERE step > ? AND removed", step)
-
     def rewind(self, done: int) -> None:
         """Discards everything after the first `done` steps, including step files and records of checkpoints, so that
         later steps run again."""
@@ -381,6 +370,7 @@ class Ledger(ReferenceChunks, RunRecords):
         with self._index.transaction() as transaction:
             # If the process is killed before the files are deleted, `recover_folder` deletes them.
             transaction.set_meta(REWINDING, str(step))
+            metric_blocks.unpack_from(transaction, done)
             for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics", "samples"):
                 transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
             version = min(int(transaction.execute("SELECT value FROM meta WHERE key = 'published'")[0][0]), done)

@@ -1,12 +1,12 @@
 """What people read about a run: metrics, evaluations, samples and events, as rows of the index."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from lockstep.ledger import json_values
+from lockstep.ledger import json_values, metric_blocks
 from lockstep.ledger.errors import IndexDamaged
 from lockstep.ledger.sqlite_index import (
     CompletionSample,
@@ -39,14 +39,23 @@ class RunRecords:
         """Returns the evaluation of the weights after a step (-1: before the first); None if there was none."""
         return next((row for row in self.evaluations(after=step - 1, until=step)), None)
 
-    def evaluations(self, after: int | None = None, until: int | None = None) -> list[EvaluationRow]:
-        """Returns the evaluations by step, only of steps later than `after`, and not later than `until`."""
-        where = _step_range(after, until)
+    def evaluations(self, after: int | None = None, before: int | None = None) -> list[EvaluationRow]:
+        """Returns the evaluations by step, only of steps later than `after` and earlier than `before`."""
+        where = _step_range(after, before)
         rows = self._index.rows(f"SELECT step, at, metrics, samples FROM evaluations {where} ORDER BY step")
         found = []
         for step, at, metrics, stored in rows:
             found.append(EvaluationRow(step, at, self._index.parse(metrics, dict), self._parse_samples(stored)))
         return found
+
+    def evaluation_metrics(self) -> list[EvaluationRow]:
+        """Returns all evaluations, by step, of which only the first and the last one with samples have them."""
+        sampled = "SELECT {}(step) FROM evaluations WHERE samples != '[]'"
+        shown = f"step IN (({sampled.format('min')}), ({sampled.format('max')}))"
+        case = f"CASE WHEN {shown} THEN samples ELSE '[]' END"
+        rows = self._index.rows(f"SELECT step, at, metrics, {case} FROM evaluations ORDER BY step")
+        return [EvaluationRow(step, at, self._index.parse(metrics, dict), self._parse_samples(stored))
+                for step, at, metrics, stored in rows]  # fmt: skip
 
     def record_samples(self, step: int, samples: Sequence[CompletionSample]) -> None:
         """Keeps a few completions of a step, which stay when its step file is deleted."""
@@ -64,12 +73,11 @@ class RunRecords:
         """Returns the steps after which evaluations kept completions; -1 before the first step."""
         return [row[0] for row in self._index.rows("SELECT step FROM evaluations WHERE samples <> '[]' ORDER BY step")]
 
-    def samples(self, step: int | None = None) -> list[SamplesRow]:
-        """Returns the completions that were kept, by step; None: of all steps."""
-        if not self.sampled_steps():
-            return []
-        where = _step_range(None if step is None else step - 1, step)
-        rows = self._index.rows(f"SELECT step, at, samples FROM samples {where} ORDER BY step")
+    def samples(self, steps: Collection[int] | None = None) -> list[SamplesRow]:
+        """Returns the completions that were kept, by step: of all steps, or of some."""
+        chosen = self.sampled_steps() if steps is None else sorted({*steps} & {*self.sampled_steps()})
+        sql = "SELECT step, at, samples FROM samples WHERE step = ?"
+        rows = [row for step in chosen for row in self._index.rows(sql, step)]
         return [SamplesRow(step, at, self._parse_samples(stored)) for step, at, stored in rows]
 
     def _parse_samples(self, stored: str) -> list[CompletionSample]:
@@ -81,15 +89,36 @@ class RunRecords:
     def record_metrics(self, step: int, row: Mapping[str, float]) -> None:
         """Adds values to the metrics of a step, and replaces those with the same names."""
         with self._index.transaction() as transaction:
+            if transaction.execute("SELECT 1 FROM metric_blocks WHERE last >= ?", step):
+                metric_blocks.unpack_from(transaction, step)
             found = transaction.execute('SELECT "values" FROM metrics WHERE step = ?', step)
             merged = {**(self._index.parse(found[0][0], dict) if found else {}), **row}
             transaction.put("metrics", step=step, values=json_values.dumps(merged, "metrics"))
 
-    def metrics_rows(self, after: int | None = None, until: int | None = None) -> list[MetricsRow]:
-        """Returns the metrics by step, only of steps later than `after`, and not later than `until`."""
-        where = _step_range(after, until)
-        rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
-        return [MetricsRow(step, at, generation, self._parse_values(text)) for step, at, generation, text in rows]
+    def metrics_rows(
+        self, after: int | None = None, before: int | None = None, most: int | None = None
+    ) -> list[MetricsRow]:
+        """Returns the metrics by step, only of steps later than `after` and earlier than `before`. If there are more
+        than `most`, returns some at even distances, and the last."""
+        span = -2 if after is None else after, 2**62 if before is None else before
+        return [self._metrics_row(row) for row in metric_blocks.metric_texts(self._index, *span, most)]
+
+    def has_metrics(self) -> bool:
+        """Whether there are metrics of any step."""
+        return bool(self._index.rows("SELECT 1 FROM metrics LIMIT 1")) or metric_blocks.count_blocks(self._index) > 0
+
+    def newest_metrics(self, name: str, before: int) -> MetricsRow | None:
+        """Returns the newest row of a step earlier than `before` that has the metric."""
+        found = metric_blocks.newest_with(self._index, name, before)
+        return None if found is None else self._metrics_row(found)
+
+    def metric_totals(self, before: int) -> metric_blocks.MetricTotals:
+        """Returns the sums over the steps earlier than `before`."""
+        return metric_blocks.metric_totals(self._index, before)
+
+    def _metrics_row(self, row: metric_blocks.Row) -> MetricsRow:
+        step, at, generation, values = row
+        return MetricsRow(step, at, generation, self._parse_values(values))
 
     def _parse_values(self, text: str) -> dict[str, float]:
         try:  # a third of the time of `json`, but it knows neither NaN nor infinities
@@ -110,8 +139,8 @@ class RunRecords:
         ]
 
 
-def _step_range(after: int | None, until: int | None) -> str:
+def _step_range(after: int | None, before: int | None) -> str:
     """The condition of a query for some steps."""
     parts = [f"step > {int(after)}"] if after is not None else []
-    parts += [f"step <= {int(until)}"] if until is not None else []
+    parts += [f"step < {int(before)}"] if before is not None else []
     return f"WHERE {' AND '.join(parts)}" if parts else ""

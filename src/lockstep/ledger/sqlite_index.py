@@ -8,7 +8,7 @@ import errno
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -168,9 +168,13 @@ class LedgerIndex:
                 connection.close()
 
     @classmethod
-    def write(cls, path: Path) -> "LedgerIndex":
+    def write(cls, path: Path, tables: Sequence[str] = ()) -> "LedgerIndex":
         """Opens the index for writing and claims the next generation, so that writes of earlier generations are
-        refused."""
+        refused.
+
+        Args:
+            tables: statements that create further tables, which runs of earlier versions lack.
+        """
         with _sqlite_errors(path):
             connection = sqlite3.connect(
                 f"{_uri(path)}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None
@@ -180,7 +184,7 @@ class LedgerIndex:
                 connection.execute(f"PRAGMA journal_mode = {journal_mode_for(path.parent)}")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("BEGIN IMMEDIATE")
-                for table in (_DRAWS_TABLE, _SAMPLES_TABLE):  # runs that earlier versions created lack them
+                for table in (_DRAWS_TABLE, _SAMPLES_TABLE, *tables):  # runs that earlier versions created lack them
                     connection.execute(table)
                 generation = _read_number(path, connection, "generation") + 1
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (str(generation),))

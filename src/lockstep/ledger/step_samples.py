@@ -71,7 +71,7 @@ def read_samples(ledger: Ledger, number: int | None, count: int, order: SampleOr
         total = sum(len(group.completions) for group in groups)
         chosen = choose_samples(groups, count, order)
         return StepSamples(step + 1, chosen, total, ledger.step_path(step), rollouts.version)
-    if step in kept_steps and (rows := ledger.samples(step)):
+    if step in kept_steps and (rows := ledger.samples([step])):
         kept = rows[0].samples
         rewards = [-np.inf if sample.reward is None else sample.reward for sample in kept]
         ranked = np.argsort(-np.asarray(rewards), kind="stable").tolist()

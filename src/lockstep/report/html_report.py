@@ -15,8 +15,9 @@ from markupsafe import Markup
 from lockstep.base.secrets import redact
 from lockstep.base.secure_html import with_strict_policy
 from lockstep.base.text import format_duration
-from lockstep.ledger import CommitRow, CompletionSample, EvaluationRow, EventRow, Ledger, MetricsRow
+from lockstep.ledger import CompletionSample, EvaluationRow, EventRow, Ledger, MetricsRow
 from lockstep.ledger.durable_files import replace_file
+from lockstep.ledger.metric_blocks import MetricTotals
 from lockstep.ledger.run_incidents import (
     Incident,
     IncidentMoment,
@@ -30,6 +31,7 @@ from lockstep.report.live_console import format_number
 from lockstep.report.run_summary import (
     EXACT_MATCH,
     HELD_OUT_REWARD,
+    MAX_ROWS,
     committed_rows,
     early_stop,
     package_versions,
@@ -45,9 +47,10 @@ PROGRESS_CHART = Chart("Steps done", ("steps",), "over the time the run was up",
 class RunUptime:
     """Converts times to the seconds that a run has been up, excluding the time between its attempts."""
 
-    def __init__(self, events: Sequence[EventRow], commits: Sequence[CommitRow]) -> None:
+    def __init__(self, events: Sequence[EventRow], commits: Sequence[tuple[int, float, int]]) -> None:
+        """`commits`: step, time and generation of each."""
         spans: dict[int, tuple[float, float]] = {}
-        times = [(row.generation, row.at) for row in events] + [(row.generation, row.at) for row in commits]
+        times = [(row.generation, row.at) for row in events] + [(generation, at) for _, at, generation in commits]
         for generation, at in times:
             first, last = spans.get(generation, (at, at))
             spans[generation] = min(first, at), max(last, at)
@@ -62,17 +65,17 @@ class IncidentTimeline:
     """Computes the positions of incidents on charts over time and over steps."""
 
     def __init__(self, ledger: Ledger, incidents: Sequence[Incident]) -> None:
-        commits = sorted(ledger.commits(), key=lambda row: row.at)
+        commits = sorted(ledger.commit_times(), key=lambda commit: commit[1])
         self._incidents = incidents
         self._clock = RunUptime(ledger.events(), commits)
-        self._committed = [row.at for row in commits]
-        self._done = [row.step + 1 for row in commits]
+        self._committed = [at for _, at, _ in commits]
+        self._done = [step + 1 for step, _, _ in commits]
 
     def curve(self) -> list[tuple[float, float]]:
-        """Returns (seconds up, steps done) at the start and at each step's end."""
-        return [(0.0, 0.0)] + [
-            (self._clock.at(at), float(done)) for at, done in zip(self._committed, self._done, strict=True)
-        ]
+        """Returns (seconds up, steps done) at the start and at each step's end, or of many steps at some."""
+        stride = -(-len(self._done) // MAX_ROWS) or 1
+        ends = list(zip(self._committed, self._done, strict=True))
+        return [(0.0, 0.0)] + [(self._clock.at(at), float(done)) for at, done in [*ends[:-1:stride], *ends[-1:]]]
 
     def over_time(self) -> list[ChartMark]:
         return [
@@ -137,6 +140,8 @@ _LABELS = {
 }
 _MAX_OTHER_CHARTS = 24
 """Most charts of metrics that are not in CHARTS."""
+_MAX_EVENTS = 1000
+"""Most events that are listed."""
 _MAX_SAMPLED_STEPS = 6
 """Most training steps of which completions are shown."""
 
@@ -199,6 +204,7 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
     """Renders the page. Text from data or models is escaped, and the page's policy forbids scripts and requests."""
     config = ledger.config()
     rows, evaluations = committed_rows(ledger)
+    totals = ledger.metric_totals(ledger.steps_done())
     reason = exit_reason or _exit_reason(ledger)
     curves = metric_curves(rows, evaluations)
     incidents = incidents_of(ledger.events())
@@ -211,10 +217,10 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
         model=config.get("model", {}).get("path", ""),
         reason=reason,
         finished=reason == "finished",
-        tiles=_tiles(ledger, rows, evaluations, incidents),
+        tiles=_tiles(ledger, rows, evaluations, incidents, totals),
         charts=[_card(chart, curves, marks) for chart in _charts(curves)],
         more=[_card(chart, curves, marks) for chart in _other_charts(curves)],
-        stages=_stages(rows),
+        stages=_stages(totals),
         devices=(devices := device_rows(ledger.folder)),
         spread=device_spread(devices),
         incidents=_listed_incidents(incidents, timeline, ledger.folder),
@@ -224,7 +230,7 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
         samples=_samples_of_steps(ledger),
         pictures=pictures,
         config=yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True),
-        events=[(_local_time(event.at), event.kind, _join_fields(event.fields)) for event in ledger.events()],
+        events=_listed_events(ledger.events()),
         parent=parent_of(ledger),
         versions=package_versions(),
         written=_local_time(time.time()),
@@ -280,7 +286,11 @@ def _listed_incidents(incidents: list[Incident], timeline: IncidentTimeline, run
 
 
 def _tiles(
-    ledger: Ledger, rows: list[MetricsRow], evaluations: list[EvaluationRow], incidents: list[Incident]
+    ledger: Ledger,
+    rows: list[MetricsRow],
+    evaluations: list[EvaluationRow],
+    incidents: list[Incident],
+    totals: MetricTotals,
 ) -> list[SummaryTile]:
     tiles = []
     for title, metric in (("exact match", EXACT_MATCH), ("held-out reward", HELD_OUT_REWARD)):
@@ -306,14 +316,11 @@ def _tiles(
     tiles.append(
         SummaryTile("steps", f"{ledger.steps_done():,}", stopped or (f"of {total_steps:,}" if total_steps else ""))
     )
-    if tokens := total_tokens(rows):
+    if tokens := total_tokens(ledger, ledger.steps_done(), totals):
         tiles.append(SummaryTile("tokens", _short_count(tokens)))
-    if seconds := sum(stage_seconds(rows).values()):
-        tiles.append(
-            SummaryTile(
-                "time in stages", format_duration(seconds), f"{format_duration(seconds / max(len(rows), 1))} per step"
-            )
-        )
+    if seconds := sum(stage_seconds(totals).values()):
+        per_step = f"{format_duration(seconds / max(totals.count, 1))} per step"
+        tiles.append(SummaryTile("time in stages", format_duration(seconds), per_step))
     if incidents:
         tiles.append(SummaryTile("incidents", f"{len(incidents)}", incidents_summary(incidents).partition(", ")[2]))
     return tiles
@@ -323,8 +330,8 @@ _COLOURS = 14
 """Colours in the page's style sheet: more than a run has stages."""
 
 
-def _stages(rows: list[MetricsRow]) -> list[StageShare]:
-    seconds = stage_seconds(rows)
+def _stages(totals: MetricTotals) -> list[StageShare]:
+    seconds = stage_seconds(totals)
     total = sum(seconds.values())
     if total <= 0:
         return []
@@ -332,7 +339,7 @@ def _stages(rows: list[MetricsRow]) -> list[StageShare]:
         StageShare(
             name,
             format_duration(spent),
-            format_duration(spent / len(rows)),
+            format_duration(spent / totals.count),
             100 * spent / total,
             colour=index % _COLOURS + 1,
         )
@@ -361,10 +368,11 @@ def _pairs(evaluations: list[EvaluationRow]) -> list[SamplePair]:
 def _samples_of_steps(ledger: Ledger) -> list[tuple[int, list[CompletionSample]]]:
     """Returns completions of at most `_MAX_SAMPLED_STEPS` trained steps, by the step's number: of the first, of the
     last, and of others at even distances."""
-    rows = [row for row in ledger.samples() if row.step < ledger.steps_done()]
-    count = min(len(rows), _MAX_SAMPLED_STEPS)
-    chosen = [rows[round(place * (len(rows) - 1) / max(count - 1, 1))] for place in range(count)]
-    return [(row.step + 1, row.samples) for row in chosen]
+    done = ledger.steps_done()
+    steps = [step for step in ledger.sampled_steps() if step < done]
+    count = min(len(steps), _MAX_SAMPLED_STEPS)
+    chosen = [steps[round(place * (len(steps) - 1) / max(count - 1, 1))] for place in range(count)]
+    return [(row.step + 1, row.samples) for row in ledger.samples(chosen)]
 
 
 def _exit_reason(ledger: Ledger) -> str:
@@ -390,6 +398,16 @@ def _short_count(count: int) -> str:
         if count >= size:
             return f"{count / (1000 if letter == 'k' else size):.3g} {letter}"
     return f"{count:,}"
+
+
+def _listed_events(events: list[EventRow]) -> list[tuple[str, str, str]]:
+    """Returns time, kind and fields of events: of many, of the first and of the last ones."""
+    half = _MAX_EVENTS // 2
+    shown = events if len(events) <= _MAX_EVENTS else [*events[:half], *events[-half:]]
+    listed = [(_local_time(event.at), event.kind, _join_fields(event.fields)) for event in shown]
+    if len(shown) < len(events):
+        listed.insert(half, ("", f"{len(events) - len(shown):,} events are left out", ""))
+    return listed
 
 
 def _join_fields(fields: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from lockstep.base.folders import create_file, make_folder, open_file
 from lockstep.base.json_text import parse_json
 from lockstep.base.secrets import redact_text
 from lockstep.base.wait_state import WaitTimeout
-from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_file
+from lockstep.ledger.durable_files import disk_full_as_ledger_error
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.report.completion_samples import sample_markdown
 
@@ -157,12 +157,30 @@ def _close_file(file: IO[Any]) -> None:
 
 
 def _trim_rows(path: Path, resume_after: int | None) -> None:
-    """Drops rows past `resume_after` and an incomplete last line. Rewrites the file only if necessary."""
-    data = path.read_bytes()
-    lines = data.splitlines(keepends=True)
-    kept = b"".join(line for line in lines if line.endswith(b"\n") and _is_kept(line, resume_after))
-    if kept != data:
-        replace_file(path, kept)
+    """Drops rows past `resume_after`, which are at the end, and an incomplete last line."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = _line_start(file, end)
+            file.seek(start)
+            line = file.read(end - start)
+            if line.endswith(b"\n") and _is_kept(line, resume_after):
+                break
+            end = start
+        file.truncate(end)
+
+
+def _line_start(file: IO[bytes], end: int) -> int:
+    """Where the line begins that ends at `end`."""
+    at, before = end - 1, 0
+    while at > 0:
+        before = max(at - 65_536, 0)
+        file.seek(before)
+        found = file.read(at - before).rfind(b"\n")
+        if found >= 0:
+            return before + found + 1
+        at = before
+    return 0
 
 
 def _is_kept(line: bytes, resume_after: int | None) -> bool:

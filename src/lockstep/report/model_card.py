@@ -141,7 +141,7 @@ def _metadata(config: Mapping[str, Any], title: str, after: EvaluationRow | None
 
 def _facts(ledger: Ledger, config: Mapping[str, Any], steps: int) -> list[tuple[str, str]]:
     """Facts of the training up to a step, as rows of a table."""
-    rows = [row for row in committed_rows(ledger)[0] if row.step < steps]
+    totals = ledger.metric_totals(min(steps, ledger.steps_done()))
     trainer = config.get("trainer", {})
     group, prompts = config.get("group_size"), config.get("prompts_per_step")
     facts = {
@@ -150,10 +150,10 @@ def _facts(ledger: Ledger, config: Mapping[str, Any], steps: int) -> list[tuple[
         _SAMPLES.get(str(config.get("recipe")), "samples per step"): (
             f"{config['batch_size']:,}" if config.get("batch_size") else ""
         ),
-        "tokens": f"{total_tokens(rows):,}" if rows else "",
+        "tokens": f"{total_tokens(ledger, steps, totals):,}" if totals.count else "",
         "learning rate": str((trainer.get("optimizer") or {}).get("lr", "")),
         "data-parallel ranks": str(trainer.get("ranks", "")),
-        "hours": f"{sum(stage_seconds(rows).values()) / 3600:.2f}" if rows else "",
+        "hours": f"{sum(stage_seconds(totals).values()) / 3600:.2f}" if totals.count else "",
         "seed": str(config.get("seed", "")),
     }
     return [(name, value) for name, value in facts.items() if value]

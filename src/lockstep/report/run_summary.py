@@ -8,10 +8,13 @@ from typing import Any
 
 from lockstep.ledger import EvaluationRow, Ledger, MetricsRow
 from lockstep.ledger.durable_files import replace_file
+from lockstep.ledger.metric_blocks import MetricTotals
 from lockstep.ledger.run_folder import SUMMARY_FILE
 from lockstep.ledger.run_incidents import incidents_of
 
 EXACT_MATCH, HELD_OUT_REWARD = "eval/exact_match", "eval/reward_mean"
+MAX_ROWS = 4000
+"""Most steps whose metrics a report reads: several times the width of a chart."""
 PARENT_EVENT = "parent"
 """The ledger event of a new run that starts from another one's checkpoint."""
 _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "pyarrow", "ray", "vllm", "deepspeed")
@@ -21,6 +24,7 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
     """Builds the summary of a run from its ledger. `exit_reason` is `finished`, `interrupted`, or an error."""
     config, checkpoint = ledger.config(), ledger.newest_checkpoint()
     rows, evaluations = committed_rows(ledger)
+    totals = ledger.metric_totals(ledger.steps_done())
     return {
         "name": config.get("name", ledger.folder.name),
         "recipe": config.get("recipe"),
@@ -29,8 +33,8 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
         "steps": {"done": ledger.steps_done(), "wanted": config.get("steps")},
         **_evaluation_summary(evaluations),
         "last": rows[-1].values if rows else {},
-        "tokens": total_tokens(rows),
-        "seconds": stage_seconds(rows),
+        "tokens": total_tokens(ledger, ledger.steps_done(), totals),
+        "seconds": stage_seconds(totals),
         "incidents": [each.json() for each in incidents_of(ledger.events())],
         "checkpoint": None if checkpoint is None else str(checkpoint.path),
         "parent": parent_of(ledger),
@@ -53,10 +57,10 @@ def parent_of(ledger: Ledger) -> dict[str, Any] | None:
 
 def committed_rows(ledger: Ledger) -> tuple[list[MetricsRow], list[EvaluationRow]]:
     """Returns metrics and evaluations of committed steps, without those of steps that a resumed run has not reached
-    again."""
+    again. Of more than `MAX_ROWS` steps, returns the metrics of some, at even distances, and of the last."""
     done = ledger.steps_done()
-    rows = [row for row in ledger.metrics_rows() if row.step < done]
-    return rows, [row for row in ledger.evaluations() if row.step < done]
+    rows = ledger.metrics_rows(before=done, most=MAX_ROWS)
+    return rows, [row for row in ledger.evaluation_metrics() if row.step < done]
 
 
 def write_summary(ledger: Ledger, exit_reason: str) -> Path:
@@ -67,24 +71,21 @@ def write_summary(ledger: Ledger, exit_reason: str) -> Path:
     return path
 
 
-def stage_seconds(rows: list[MetricsRow]) -> dict[str, float]:
+def stage_seconds(totals: MetricTotals) -> dict[str, float]:
     """Returns the seconds that each stage took in all steps, from `time/<stage>_s` (`time/step_s` is the sum of
     all)."""
-    totals: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.values.items():
-            if name.startswith("time/") and name.endswith("_s") and name != "time/step_s":
-                stage = name.removeprefix("time/").removesuffix("_s")
-                totals[stage] = totals.get(stage, 0.0) + value
-    return {stage: round(seconds, 3) for stage, seconds in totals.items()}
+    return {
+        name.removeprefix("time/").removesuffix("_s"): round(seconds, 3)
+        for name, seconds in totals.sums.items()
+        if name.startswith("time/") and name.endswith("_s") and name != "time/step_s"
+    }
 
 
-def total_tokens(rows: list[MetricsRow]) -> int:
-    """Returns `tokens/total` of the last row that has it, else the sum of the generated tokens."""
-    totals = [row.values["tokens/total"] for row in rows if "tokens/total" in row.values]
-    if totals:
-        return int(totals[-1])
-    return int(sum(row.values.get("rollout/tokens", 0.0) for row in rows))
+def total_tokens(ledger: Ledger, steps: int, totals: MetricTotals) -> int:
+    """Returns `tokens/total` of the last of the first `steps` steps that has it, else the sum of the generated
+    tokens."""
+    newest = ledger.newest_metrics("tokens/total", steps)
+    return int(totals.sums.get("rollout/tokens", 0.0) if newest is None else newest.values["tokens/total"])
 
 
 def package_versions() -> dict[str, str]:

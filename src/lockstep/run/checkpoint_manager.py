@@ -161,7 +161,8 @@ class CheckpointManager:
         for step in sorted(set(known) - keep):
             self.ledger.forget_checkpoint(step)
             remove_checkpoint(known[step].path)
-        self.ledger.delete_unneeded_steps()
+        self.ledger.delete_unneeded_steps(self.config.keep_rollouts_gb * 1e9)
+        self.ledger.compact()
         self._steps_deleted()
 
     def _clear(self) -> None:

@@ -131,13 +131,13 @@ class RunReporter:
 
     def begin(self, version: int) -> None:
         """Begins the reports of a run that has done `version` steps. Later rows of earlier attempts are superseded."""
-        rows = self.ledger.metrics_rows()
+        newest = self.ledger.newest_metrics("tokens/total", version)
         self._start = version
-        self._tokens = max((row.values.get("tokens/total", 0.0) for row in rows if row.step < version), default=0.0)
+        self._tokens = 0.0 if newest is None else newest.values["tokens/total"]
         self._sinks = open_sinks(
             self.folder,
             tensorboard=self.config.report.tensorboard,
-            resume_after=self.ledger.number(version - 1) if rows else None,
+            resume_after=self.ledger.number(version - 1) if self.ledger.has_metrics() else None,
             others=self._trackers(),
         )
         self.stages.take()

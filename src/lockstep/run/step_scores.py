@@ -106,8 +106,9 @@ def score_statistics(ledger: Ledger, steps: int) -> dict[str, float]:
     most `steps` steps; empty if nothing was measured."""
     deviation = "std_reward"
     # With the same number of steps, an evaluation counts more than the training data.
-    measured = [(row.step, 1, row.metrics, "eval") for row in ledger.evaluations()]
-    measured += [(row.step, 0, row.values, "policy") for row in ledger.metrics_rows()]
+    measured = [(row.step, 1, row.metrics, "eval") for row in ledger.evaluation_metrics()]
+    newest = ledger.newest_metrics(f"policy/{deviation}", steps)
+    measured += [] if newest is None else [(newest.step, 0, newest.values, "policy")]
     known = [each for each in measured if each[0] < steps and f"{each[3]}/{deviation}" in each[2]]
     if not known:
         return {}

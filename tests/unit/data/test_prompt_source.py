@@ -174,6 +174,31 @@ def test_long_prompts_are_refused_or_dropped(source, caplog) -> None:
         source(data, limit=2, overlong="drop")
 
 
+def test_many_prompts_are_measured_when_they_are_used(source, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("lockstep.data.row_lengths.MEASURED_FIRST", 4)
+    data = [{"prompt": "x" * (9 if n in (1, 5) else 3)} for n in range(8)]
+    made = source(data, limit=5, overlong="drop", measure="used")
+    assert (len(made), made.dropped) == (8, 0) and made._order.rows.tolist() == list(range(8))
+    assert sorted(prompt.row for prompt in made.take(0, 8)) == [0, 2, 3, 4, 6, 7]  # two steps are one prompt short
+    assert "row 1" in caplog.text or "line 2" in caplog.text
+    with pytest.raises(DataError, match="the prompt has 9 tokens") as error:
+        source(data, limit=5, measure="used", shuffle=False).take(0, 2)
+    assert error.value.place == "line 2"
+    bad = [{"prompt": "x" * 9} if n == 2 else {"prompt": "abc"} for n in range(8)]
+    with pytest.raises(DataError, match="the prompt has 9 tokens"):  # of those that are measured first
+        source(bad, limit=5, measure="used")
+
+
+def test_auto_measures_all_prompts_up_to_a_number(source, monkeypatch) -> None:
+    data = [{"prompt": "x" * (9 if n == 1 else 3)} for n in range(8)]
+    monkeypatch.setattr("lockstep.data.row_lengths.MOST_MEASURED", 8)
+    assert source(data, limit=5, overlong="drop").dropped == 1
+    monkeypatch.setattr("lockstep.data.row_lengths.MOST_MEASURED", 7)
+    monkeypatch.setattr("lockstep.data.row_lengths.MEASURED_FIRST", 4)
+    assert source(data, limit=5, overlong="drop").dropped == 0
+    assert source(data, limit=5, overlong="drop", measure="all").dropped == 1
+
+
 def user(content: object) -> list[dict]:
     return [{"role": "user", "content": content}]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.ledger import CommitRow, EventRow, Ledger
+from lockstep.ledger import EventRow, Ledger
 from lockstep.ledger.run_incidents import Incident, incidents_of, incidents_summary
 from lockstep.report.html_report import IncidentTimeline, RunUptime
 from lockstep.report.run_summary import build_summary
@@ -194,7 +194,7 @@ def test_the_summary_contains_the_incidents(tmp_path: Path) -> None:
 
 def test_the_time_between_attempts_is_left_out() -> None:
     events = [EventRow(100, 1, "start", {}), EventRow(90_000, 2, "start", {}), EventRow(90_030, 2, "end", {})]
-    clock = RunUptime(events, [CommitRow(0, 150, 1, {})])
+    clock = RunUptime(events, [(0, 150, 1)])
     assert [clock.at(at) for at in (90, 100, 120, 150, 5000, 90_000, 90_010, 99_999)] == [0, 0, 20, 50, 50, 50, 60, 80]
 
 

@@ -93,7 +93,7 @@ def test_completions_that_wait_for_training(tmp_path: Path, ledger: Ledger) -> N
     assert digests[0] in data.store and digests[1] not in data.store, "prepared again, and nothing of the new picture"
     data.picture(0).unlink()
     data.store.path(digests[0]).unlink()
-    with pytest.raises(DataError, match="all samples of step 1 have images that have become unusable"):
+    with pytest.raises(DataError, match="all samples of step 1 are too long, or have images that have become unusable"):
         Life(data, ledger).step(0)
 
 

@@ -119,7 +119,7 @@ def read_record(folder: Path) -> RunRecord:
     if not (folder / INDEX_FILE).is_file():
         return _parse_record(folder / RECORD_FILE)
     with Ledger.reader(folder) as ledger:
-        config, checkpoint, commits = ledger.config(), ledger.newest_checkpoint(), ledger.commits()
+        config, checkpoint, commits = ledger.config(), ledger.newest_checkpoint(), ledger.commit_times()
         return RunRecord(
             folder=str(folder),
             name=str(config.get("name", folder.name)),
@@ -129,7 +129,7 @@ def read_record(folder: Path) -> RunRecord:
             generation=ledger.generation,
             events=tuple(ledger.events()),
             pid=lock_holder(folder / LOCK_FILE),
-            last_step_at=commits[-1].at if commits else None,
+            last_step_at=commits[-1][1] if commits else None,
             checkpoint=None if checkpoint is None else checkpoint.step + 1,
             results=_results(folder / SUMMARY_FILE),
         )

@@ -161,7 +161,7 @@ class RunFeed:
         """Reads all but the metrics."""
         self._generation, self._done = ledger.generation, ledger.steps_done()
         self._events, self._config = ledger.events(), ledger.config()
-        newest = ledger.metrics_rows(after=self._done - 2, until=self._done - 1)
+        newest = ledger.metrics_rows(after=self._done - 2, before=self._done)
         self._updated = max([row.at for row in newest] + [each.at for each in self._events[-1:]], default=None)
 
     def _read_metrics(self, ledger: Ledger) -> None:
@@ -175,11 +175,11 @@ class RunFeed:
         self._metrics.forget_from(first + 1)
         self._clock.forget_from(first + 1)
         for begin in range(first, done, ROWS_AT_ONCE):
-            for row in ledger.metrics_rows(after=begin - 1, until=min(begin + ROWS_AT_ONCE, done) - 1):
+            for row in ledger.metrics_rows(after=begin - 1, before=min(begin + ROWS_AT_ONCE, done)):
                 self._metrics.add(row.step + 1, row.values)
                 self._clock.add(row.step + 1, {CLOCK: row.at})
         self._evaluations.forget_from(first)
-        for evaluation in ledger.evaluations(after=first - 2, until=done - 1):
+        for evaluation in ledger.evaluations(after=first - 2, before=done):
             self._evaluations.add(evaluation.step + 1, evaluation.metrics)
         self._metrics_generation, self._metrics_done = self._generation, done
 

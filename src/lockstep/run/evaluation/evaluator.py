@@ -120,7 +120,7 @@ class Evaluator:
 
     def __init__(self, measurements: Sequence[Measurement], ledger: Ledger, reporter: RunReporter) -> None:
         self.measurements, self.ledger, self.reporter = list(measurements), ledger, reporter
-        self.history = {row.step + 1: row.metrics for row in ledger.evaluations()}
+        self.history = {row.step + 1: row.metrics for row in ledger.evaluation_metrics()}
         """Metrics by version."""
         self._reported: set[int] = set()
 

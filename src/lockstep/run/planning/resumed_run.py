@@ -74,7 +74,7 @@ def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
         return
     exports = [ledger.folder / each.folder for each in config.exports]
     exported = all(export.is_dir() for export in exports)
-    history = {row.step + 1: row.metrics for row in ledger.evaluations()}
+    history = {row.step + 1: row.metrics for row in ledger.evaluation_metrics()}
     stopped = stop_reason(config.early_stopping, history, done)
     if (attempt, reason) == (ledger.generation, "finished") and (done >= config.steps or stopped) and exported:
         release_shared_memory(ledger.folder)

@@ -100,8 +100,8 @@ class RunData:
     def left_out(self, step: int, samples: Sequence[Any], count: int) -> dict[str, float]:
         """Metrics of a step that should have had `count` samples. Raises DataError if it has none."""
         if not samples:
-            problem = f"all samples of step {step + 1} have images that have become unusable since the run began"
-            raise DataError(self.samples.parts[0].path, problem, "Restore them.")
+            problem = f"all samples of step {step + 1} are too long, or have images that have become unusable"
+            raise DataError(self.samples.parts[0].path, problem, "Restore the images, or set data.measure to all.")
         return {"data/left_out": float(count - len(samples))} if len(samples) < count else {}
 
     def hold(self, owner: Hashable, samples: Sequence[Any]) -> None:
