@@ -28,6 +28,7 @@ from lockstep.ledger import json_values, partial_rollouts, sqlite_index
 from lockstep.ledger.config_changes import ConfigChange, allowed_changes
 from lockstep.ledger.durable_files import RunLock, disk_full_as_ledger_error, fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import FolderExists, OutOfOrder, StepCollected, StepConflict, StepCorrupt
+from lockstep.ledger.rank_loads import RankLoadRecords
 from lockstep.ledger.reference_chunks import ReferenceChunks
 from lockstep.ledger.run_folder import (
     CONFIG_FILE,
@@ -50,7 +51,7 @@ _TRACKER_FOLDERS = ("wandb",)
 """Folders in which a tracker makes links of its own."""
 
 
-class Ledger(ReferenceChunks, RunRecords):
+class Ledger(ReferenceChunks, RankLoadRecords, RunRecords):
     """The ledger of a run, opened by `create`, `resume` or `reader`. A context manager. Its methods raise the errors of
     `ledger.errors`."""
 
@@ -381,7 +382,7 @@ class Ledger(ReferenceChunks, RunRecords):
         with self._index.transaction() as transaction:
             # If the process is killed before the files are deleted, `recover_folder` deletes them.
             transaction.set_meta(REWINDING, str(step))
-            for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics", "samples"):
+            for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics", "samples", "loads"):
                 transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
             version = min(int(transaction.execute("SELECT value FROM meta WHERE key = 'published'")[0][0]), done)
             transaction.set_meta("published", str(version))
