@@ -34,7 +34,7 @@ WARM_UP = 8
 
 
 @contextmanager
-def slowed(run: Path, name: str, share: float, period_s: float = 0.02) -> Iterator[None]:
+def slowed(run: Path, name: str, share: float, period_s: float = 0.1) -> Iterator[None]:
     """Lets a process of a run work for a share of the time only."""
     ended = threading.Event()
 
@@ -69,7 +69,7 @@ def train(folder: Path, speeds: str, share: float, steps: int) -> dict[str, Any]
     run = folder / speeds
     settings = [
         f"name={run.name}", f"folder={folder}", f"model.path={folder.parent / 'model'}",
-        f"data.path={folder.parent / 'data' / 'sft.jsonl'}", f"steps={steps}", "batch_size=384", "token_budget=4096",
+        f"data.path={folder.parent / 'data' / 'sft.jsonl'}", f"steps={steps}", "batch_size=128", "token_budget=2048",
         "trainer.threads=1", f"trainer.rank_speeds={speeds}", "checkpoint.every=0", "checkpoint.export=false",
         "evaluation=null", "report.console=false",
     ]  # fmt: skip
