@@ -31,6 +31,10 @@ def command(
             "the command, with exit code 124."
         ),
     ] = OnStall.report,
+    communication: Annotated[
+        Path | None,
+        typer.Option(help="Write who waits for whom in collectives to this file, for `lockstep report --comm FILE`."),
+    ] = None,
     incidents: Annotated[Path, typer.Option(help="Folder for the evidence about a confirmed stall.")] = Path(
         "incidents"
     ),
@@ -86,7 +90,8 @@ def command(
     except (ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(2) from None
-    watched = WatchedCommand(words, incidents, on_stall.value, thresholds, Path(words[0]).name, node, endpoint)
+    name, file = Path(words[0]).name, None if communication is None else communication.absolute()
+    watched = WatchedCommand(words, incidents, on_stall.value, thresholds, name, node, endpoint, file)
     try:
         code = run_watched(watched, show_event, show_problem)
     except CommandNotStarted as error:

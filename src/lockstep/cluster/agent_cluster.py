@@ -29,6 +29,7 @@ from lockstep.cluster.rpc.rpc_messages import MANIFEST_VARIABLE, WorkerManifest,
 from lockstep.cluster.rpc.rpc_server import RpcServer
 from lockstep.watch.agent.agent_client import AgentClient, AgentError, AgentGone, WorkerExit
 from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
+from lockstep.watch.communication.arrival_totals import COMMUNICATION_FILE
 from lockstep.watch.diagnosis.evidence_types import WaitAlias
 from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.procfs import processes
@@ -205,7 +206,7 @@ class AgentCluster(ABC):
         settings = SupervisorSettings(
             self._run, self._generation, self._folder / "cluster", self._folder / "incidents", self._agents(),
             self._pid, patience, on_stall, dict(aliases or {}), facts=dict(facts or {}),
-            devices=self._folder / "devices.json",
+            devices=self._folder / "devices.json", communication=self._folder / COMMUNICATION_FILE,
         )  # fmt: skip
         self._supervision = SupervisorClient(settings, self._token, on_event)
 

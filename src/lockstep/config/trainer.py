@@ -118,6 +118,10 @@ class TrainerConfig(Section):
     replicas: int = Field(1, gt=0)
     """Copies of the sharded parameters (HSDP), each on `ranks / replicas` neighbouring ranks: all-gathers stay within a
     copy, such as a host, and only gradients cross."""
+    rank_speeds: Literal["equal", "measured"] | tuple[Annotated[float, Field(gt=0)], ...] = "equal"
+    """How the work of a step is divided among ranks: `equal`; `measured`, by the speeds of the last steps, which the
+    ledger stores so that a resumed run divides alike; or by these numbers, one per rank (docs/communication.md). The
+    objective and its gradient are the same."""
     threads: int | None = Field(None, gt=0)
     """Torch threads per rank; an even share of the cores when absent."""
     reshard_after_forward: bool = True
@@ -161,6 +165,15 @@ class TrainerConfig(Section):
     def _check_profile(self) -> Self:
         if self.profile is not None and max(self.profile.ranks) >= self.ranks:
             raise ValueError(f"profile.ranks has {max(self.profile.ranks)}, expected ranks from 0 to {self.ranks - 1}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_rank_speeds(self) -> Self:
+        if not isinstance(self.rank_speeds, str) and len(self.rank_speeds) != self.ranks:
+            raise ValueError(
+                f"rank_speeds has {len(self.rank_speeds)} numbers, expected one for each of {self.ranks} ranks, equal "
+                "or measured"
+            )
         return self
 
     @model_validator(mode="after")

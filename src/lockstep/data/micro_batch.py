@@ -120,6 +120,14 @@ class MiniBatch:
     """Number of sequences that are in no row, because their groups have no gradient."""
     images: list[list[PlacedImage]] | None = None
     """The images of each row, with places in the row; None if the data has none."""
+    cost: np.ndarray = field(default_factory=lambda: np.empty(0))
+    """float64 `[ranks]`: the planned cost of each rank's rows in units of one token (`PackingPlan.cost`); empty if the
+    rows were spread over other ranks."""
+
+    @property
+    def tokens_of_ranks(self) -> np.ndarray:
+        """int64 `[ranks]`: the tokens of each rank's rows."""
+        return np.diff(self.token_bounds[:: self.microbatches])
 
     @cached_property
     def by_rank(self) -> list[list[MicroBatch[np.ndarray]]]:
@@ -297,7 +305,8 @@ def build_mini_batch(plan: PackingPlan, forest: Forest, fields: dict[str, np.nda
         images = _images_of_rows(
             forest.images, segment, row_of_segment, start[:-1] - token_bounds[row_of_segment], count
         )
-    return MiniBatch(columns, *bounds, plan.ranks, plan.microbatches, images=images)
+    cost = np.bincount(plan.row // plan.microbatches, plan.cost, plan.ranks)
+    return MiniBatch(columns, *bounds, plan.ranks, plan.microbatches, images=images, cost=cost)
 
 
 def _images_of_rows(

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.algos.losses import sequence_weights
 from lockstep.config.algorithm import Aggregation, ObjectiveConfig
+from lockstep.data.arrangement.rank_arrangement import normalised_speeds
 from lockstep.data.forest import Forest, concatenated_ranges
 from lockstep.data.micro_batch import MiniBatch, build_mini_batch
 from lockstep.data.packing import PackingMode, check_token_budget, plan_packing
@@ -31,14 +32,16 @@ class TrainingBatch:
     """
 
     def __init__(
-        self, forest: Forest, ranks: int, token_budget: int, mode: PackingMode, whole_trees: bool = False
-    ) -> None:
+        self, forest: Forest, ranks: int, token_budget: int, mode: PackingMode, whole_trees: bool = False,
+        speeds: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
         if ranks < 1 or token_budget < 1:
             raise ValueError(f"ranks is {ranks} and token_budget {token_budget}, expected at least 1 of both")
         if mode not in ("forest", "block", "single"):
             raise ValueError(f"packing mode is {mode!r}, expected forest, block or single")
         self.forest = forest
         self.ranks, self.token_budget, self.mode, self.whole_trees = ranks, token_budget, mode, whole_trees
+        self.speeds = normalised_speeds(speeds, ranks)
         self.forest.check_sequences()
         check_token_budget(self.forest, token_budget)
         self.sequences, self.fields = self.forest.sequences, dict(self.forest.fields)
@@ -189,7 +192,8 @@ class TrainingBatch:
         # The order only decides which trees share an optimizer step, not their order within it.
         part = np.sort(order)
         packed = part[~without_gradient[part]]
-        plan = plan_packing(self.forest, packed, self.ranks, self.token_budget, mode or self.mode, self.whole_trees)
+        how = self.token_budget, mode or self.mode, self.whole_trees, self.speeds
+        plan = plan_packing(self.forest, packed, self.ranks, *how)
         weights, targets, sequences = self._weights(part, aggregation, norm_length)
         minibatch = build_mini_batch(plan, self.forest, {**self.fields, "weight": weights})
         minibatch.targets, minibatch.sequences = targets, sequences
@@ -216,6 +220,7 @@ def pack(
     token_budget: int,
     mode: PackingMode = "forest",
     whole_trees: bool = False,
+    speeds: Sequence[float] | None = None,
 ) -> TrainingBatch:
     """Makes a batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
 
@@ -223,9 +228,10 @@ def pack(
         whole_trees: cut no tree that fits into a row, also where smaller pieces would be divided better among ranks.
         mode: `forest` computes a shared prompt once (a tree over the budget is cut, and its pieces repeat the prompt);
             `block` repeats the prompt for every sequence and has several sequences per row; `single` has one.
+        speeds: of the ranks, relative to each other: faster ones get more of the work. None: all are equally fast.
 
     Raises:
         TokenBudgetExceeded: a sequence is longer than the budget.
-        ValueError: a sequence is not a single path.
+        ValueError: a sequence is not a single path, or there is not one positive speed for each rank.
     """
-    return TrainingBatch(forest, ranks, token_budget, mode, whole_trees)
+    return TrainingBatch(forest, ranks, token_budget, mode, whole_trees, speeds)

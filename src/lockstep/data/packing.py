@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from lockstep.data.arrangement.rank_arrangement import arrange_by_speed
 from lockstep.data.forest import Forest, concatenated_ranges, cumulative_bounds
 
 PackingMode = Literal["forest", "block", "single"]
@@ -93,26 +94,26 @@ class PackingPlan:
 
 
 def plan_packing(
-    forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode, whole_trees: bool = False
-) -> PackingPlan:
+    forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode, whole_trees: bool = False,
+    speeds: np.ndarray | None = None,
+) -> PackingPlan:  # fmt: skip
     """Plans the rows of every rank.
 
     Args:
         trees: numbers of the trees to pack, ascending.
         budget: largest number of tokens of a row, enough for the longest sequence (`check_token_budget`).
         whole_trees: cut only trees over the budget.
+        speeds: float64 `[ranks]`, relative to each other, if the ranks are not equally fast.
     """
     if mode != "forest":
-        pieces = split_into_paths(forest, trees)
-        return assign_rows_to_ranks(
-            pieces, np.arange(len(pieces)) if mode == "single" else fill_rows(pieces, ranks, budget), ranks
-        )
+        return _arrange(split_into_paths(forest, trees), ranks, None if mode == "single" else budget, speeds)
     splitter = TreeSplitter(forest, trees)
     uncut = splitter.cut(budget)
-    best = assign_rows_to_ranks(uncut, fill_rows(uncut, ranks, budget), ranks)
+    best = _arrange(uncut, ranks, budget, speeds)
     previous = uncut
     # With few large trees some ranks would be idle. Smaller pieces repeat some prompts, but may be faster in total.
-    for limit in () if whole_trees else _smaller_limits(uncut, ranks, budget):
+    slowest = 1.0 if speeds is None else float(speeds.min() / speeds.mean())
+    for limit in () if whole_trees else _smaller_limits(uncut, ranks, budget, slowest):
         if previous.term_count.max() == 1:
             break  # a sequence is never cut
         pieces = splitter.cut(limit)
@@ -121,10 +122,24 @@ def plan_packing(
         ):
             continue
         previous = pieces
-        candidate = assign_rows_to_ranks(pieces, fill_rows(pieces, ranks, budget), ranks)
+        candidate = _arrange(pieces, ranks, budget, speeds)
         if candidate.duration < best.duration:
             best = candidate
     return best
+
+
+def _arrange(pieces: PackingPlan, ranks: int, budget: int | None, speeds: np.ndarray | None) -> PackingPlan:
+    """Assigns pieces to rows and ranks.
+
+    Args:
+        budget: None if each piece needs a row of its own.
+    """
+    if speeds is not None:
+        found = arrange_by_speed(pieces.tokens, pieces.cost, ranks, budget, speeds)
+        row, microbatches, duration = found
+        return replace(pieces, row=row, ranks=ranks, microbatches=microbatches, duration=duration)
+    rows = np.arange(len(pieces)) if budget is None else fill_rows(pieces, ranks, budget)
+    return assign_rows_to_ranks(pieces, rows, ranks)
 
 
 def check_token_budget(forest: Forest, budget: int) -> None:
@@ -134,11 +149,13 @@ def check_token_budget(forest: Forest, budget: int) -> None:
         raise TokenBudgetExceeded(forest.names[forest.tree[int(ends.argmax())]], longest, budget)
 
 
-def _smaller_limits(pieces: PackingPlan, ranks: int, budget: int) -> list[int]:
+def _smaller_limits(pieces: PackingPlan, ranks: int, budget: int, slowest: float) -> list[int]:
+    """The sizes to which pieces could be cut; `slowest` is the part of a mean share that the slowest rank can take."""
     largest = int(pieces.tokens[pieces.term_count > 1].max(initial=0))
     total = int(pieces.tokens.sum())
     rounds = max(1, math.ceil(total / (ranks * budget)))
     shares = [total / (ranks * n) * slack for n in (rounds, rounds + 1) for slack in (1.5, 1.25, 1.0)]
+    shares += [share * slowest for share in shares if slowest < 1]
     return sorted({math.ceil(share) for share in shares if share < largest}, reverse=True)
 
 

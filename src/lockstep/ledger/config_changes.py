@@ -63,6 +63,7 @@ how long it waits and when it fails. `*` stands for one part of a path."""
 _CHANGES_BITS = (
     "trainer.ranks",
     "trainer.replicas",
+    "trainer.rank_speeds",
     "trainer.threads",
     "trainer.reshard_after_forward",
     "trainer.activation_checkpointing",

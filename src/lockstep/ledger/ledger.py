@@ -28,6 +28,7 @@ from lockstep.ledger import json_values, metric_blocks, partial_rollouts, sqlite
 from lockstep.ledger.config_changes import ConfigChange, allowed_changes
 from lockstep.ledger.durable_files import RunLock, disk_full_as_ledger_error, fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import FolderExists, OutOfOrder, StepCollected, StepConflict, StepCorrupt
+from lockstep.ledger.rank_loads import RankLoadRecords
 from lockstep.ledger.reference_chunks import ReferenceChunks
 from lockstep.ledger.retention import Retention
 from lockstep.ledger.run_folder import (
@@ -51,7 +52,7 @@ _TRACKER_FOLDERS = ("wandb",)
 """Folders in which a tracker makes links of its own."""
 
 
-class Ledger(ReferenceChunks, RunRecords, Retention):
+class Ledger(ReferenceChunks, RankLoadRecords, RunRecords, Retention):
     """The ledger of a run, opened by `create`, `resume` or `reader`. A context manager. Its methods raise the errors of
     `ledger.errors`."""
 
@@ -371,7 +372,7 @@ class Ledger(ReferenceChunks, RunRecords, Retention):
             # If the process is killed before the files are deleted, `recover_folder` deletes them.
             transaction.set_meta(REWINDING, str(step))
             metric_blocks.unpack_from(transaction, done)
-            for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics", "samples"):
+            for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics", "samples", "loads"):
                 transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
             version = min(int(transaction.execute("SELECT value FROM meta WHERE key = 'published'")[0][0]), done)
             transaction.set_meta("published", str(version))

@@ -37,7 +37,7 @@ class RunRecords:
 
     def evaluation(self, step: int) -> EvaluationRow | None:
         """Returns the evaluation of the weights after a step (-1: before the first); None if there was none."""
-        return next((row for row in self.evaluations(after=step - 1, until=step)), None)
+        return next((row for row in self.evaluations(after=step - 1, before=step + 1)), None)
 
     def evaluations(self, after: int | None = None, before: int | None = None) -> list[EvaluationRow]:
         """Returns the evaluations by step, only of steps later than `after` and earlier than `before`."""

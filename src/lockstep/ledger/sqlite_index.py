@@ -50,6 +50,9 @@ CREATE TABLE IF NOT EXISTS draws (step INTEGER NOT NULL, round INTEGER NOT NULL,
 _SAMPLES_TABLE = """
 CREATE TABLE IF NOT EXISTS samples (step INTEGER PRIMARY KEY, samples TEXT NOT NULL, generation INTEGER NOT NULL,
   at REAL NOT NULL)"""
+_LOADS_TABLE = """
+CREATE TABLE IF NOT EXISTS loads (step INTEGER NOT NULL, role TEXT NOT NULL, speeds TEXT NOT NULL, load TEXT NOT NULL,
+  generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, role)) WITHOUT ROWID"""
 # sqlite.org/rescode.html: errors of writes without room on the disk, or beyond the process's file size limit.
 _FULL_CODES = {
     sqlite3.SQLITE_FULL,
@@ -184,7 +187,8 @@ class LedgerIndex:
                 connection.execute(f"PRAGMA journal_mode = {journal_mode_for(path.parent)}")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("BEGIN IMMEDIATE")
-                for table in (_DRAWS_TABLE, _SAMPLES_TABLE, *tables):  # runs that earlier versions created lack them
+                # Runs of earlier versions lack them.
+                for table in (_DRAWS_TABLE, _SAMPLES_TABLE, _LOADS_TABLE, *tables):
                     connection.execute(table)
                 generation = _read_number(path, connection, "generation") + 1
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (str(generation),))

@@ -2,7 +2,6 @@
 
 from lockstep.config.recipes import GRPOConfig
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
 from lockstep.run.step_advantages import compute_advantages
 
@@ -14,7 +13,7 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
             rollouts = run.collect(step)  # durable: from here on this step is never generated again
             with run.stage("pack"):
                 trees = forest_from_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
-                batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
+                batch = run.policy.pack(trees, cfg.token_budget)
             with run.stage("logprobs"):
                 run.annotate(batch)
             batch.set_per_target("advantage", compute_advantages(rollouts.rewards, batch, cfg.advantage, cfg.loss.kl))

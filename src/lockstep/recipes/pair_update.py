@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.config.algorithm import PreferenceLoss
 from lockstep.data.forest_builder import forest_from_pairs
-from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Pair
 from lockstep.recipes.precomputed_reference import PrecomputedReference
 from lockstep.run.run import Run
@@ -23,8 +22,7 @@ def update_on_pairs(
     """
     whole = whole and not loss.evaluates_policy
     with run.stage("pack"):
-        packing = run.policy.ranks, run.config.token_budget, run.policy.info.packing
-        batch = pack(forest_from_pairs(pairs, loss.learns_prompts), *packing, whole_trees=whole)
+        batch = run.policy.pack(forest_from_pairs(pairs, loss.learns_prompts), run.config.token_budget, whole)
         prepare_pairs(batch, loss)
     with run.stage("logprobs"):  # of the reference, if they are computed now
         run.annotate(batch, without=["policy_logprob"] if whole else [])

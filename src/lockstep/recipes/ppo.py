@@ -7,7 +7,7 @@ from lockstep.config.algorithm import ObjectiveConfig
 from lockstep.config.recipes import PPOConfig
 from lockstep.data.forest_builder import forest_from_rollouts, forest_of_states
 from lockstep.data.micro_batch import MiniBatch
-from lockstep.data.mini_batches import TrainingBatch, pack
+from lockstep.data.mini_batches import TrainingBatch
 from lockstep.run.run import Run
 from lockstep.run.step_advantages import actor_critic_targets, is_warmup, kl_coefficient, values_of_states
 
@@ -19,10 +19,10 @@ def ppo(run: Run, cfg: PPOConfig) -> None:
             rollouts = run.collect(step)  # durable: from here on this step is never generated again
             with run.stage("pack"):
                 trees = forest_from_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
-                actor = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
-                of_critic = run.critic.ranks, cfg.token_budget, run.critic.info.packing
-                critic = pack(trees, *of_critic)
-                states = pack(forest_of_states(rollouts), *of_critic) if cfg.bootstrap_truncated else critic
+                actor = run.policy.pack(trees, cfg.token_budget)
+                critic = states = run.critic.pack(trees, cfg.token_budget)
+                if cfg.bootstrap_truncated:
+                    states = run.critic.pack(forest_of_states(rollouts), cfg.token_budget)
             with run.stage("logprobs"):
                 run.annotate(actor, critic=states)
             values, last = values_of_states(states, actor)

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.base.text import count_noun
 from lockstep.config.model import ModelConfig
 from lockstep.data.forest import Forest
-from lockstep.data.mini_batches import TrainingBatch, pack
+from lockstep.data.mini_batches import TrainingBatch
 from lockstep.data.sample_sources import SampleSource
 from lockstep.data.samples import LabelledCompletion, Pair
 from lockstep.ledger.reference_chunks import ReferenceChunk
@@ -86,7 +86,7 @@ class PrecomputedReference:
 
     def _compute(self, key: str, samples: Sequence[Any]) -> ReferenceChunk:
         run = self._run
-        batch = pack(self._forest(samples), run.policy.ranks, run.config.token_budget, run.policy.info.packing)
+        batch = run.policy.pack(self._forest(samples), run.config.token_budget)
         logprobs = run.policy.evaluate_targets(batch, "logprobs")
         order = np.argsort(batch.sequences, kind="stable")
         lengths = np.bincount(batch.sequences).astype(np.int64)

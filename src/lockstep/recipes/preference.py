@@ -4,7 +4,6 @@ import numpy as np
 
 from lockstep.config.recipes import PreferenceConfig
 from lockstep.data.forest_builder import forest_from_labelled, forest_from_pairs
-from lockstep.data.mini_batches import pack
 from lockstep.recipes.pair_update import update_on_pairs
 from lockstep.recipes.precomputed_reference import PrecomputedReference, precompute_reference
 from lockstep.run.run import Run
@@ -30,10 +29,10 @@ def _learn_labels(run: Run, cfg: PreferenceConfig, reference: PrecomputedReferen
     for step in run.steps():
         with run.transaction(step):
             with run.stage("pack"):
-                packing = run.policy.ranks, cfg.token_budget, run.policy.info.packing
                 samples = run.labelled(step, cfg.batch_size)
-                evaluated = pack(forest_from_labelled(samples, mismatched="kto" in cfg.loss.type), *packing)
-                batch = pack(forest_from_labelled(samples), *packing)
+                mismatched = "kto" in cfg.loss.type
+                evaluated = run.policy.pack(forest_from_labelled(samples, mismatched=mismatched), cfg.token_budget)
+                batch = run.policy.pack(forest_from_labelled(samples), cfg.token_budget)
             with run.stage("logprobs"):
                 run.annotate(evaluated)
                 if reference is not None:

@@ -3,7 +3,6 @@ fine-tuning on the policy's own best completions."""
 
 from lockstep.config.recipes import RejectionSamplingConfig
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.mini_batches import pack
 from lockstep.recipes.chosen_completions import best_completions, choice_statistics
 from lockstep.run.run import Run
 
@@ -17,7 +16,7 @@ def rejection_sampling(run: Run, cfg: RejectionSamplingConfig) -> None:
             with run.stage("pack"):
                 best = best_completions(rollouts, cfg.best_k, cfg.min_reward, cfg.mask_truncated)
                 trees = forest_from_rollouts(rollouts, chosen=best)
-                batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
+                batch = run.policy.pack(trees, cfg.token_budget)
             most, seed = cfg.rollout.sampling.max_tokens, run.seed(step)
             minibatches = batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed, max_tokens=most)
             with run.stage("train"):

@@ -4,7 +4,6 @@ import numpy as np
 
 from lockstep.config.recipes import RewardModelConfig
 from lockstep.data.forest_builder import forest_of_scored_pairs
-from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
 from lockstep.run.step_scores import check_scores, score_metrics, score_sequences, score_update
 
@@ -16,8 +15,7 @@ def reward_model(run: Run, cfg: RewardModelConfig) -> None:
         with run.transaction(step):
             with run.stage("pack"):
                 pairs = run.pairs(step, cfg.batch_size)
-                packing = run.policy.ranks, cfg.token_budget, run.policy.info.packing
-                batch = pack(forest_of_scored_pairs(pairs), *packing, whole_trees=whole)
+                batch = run.policy.pack(forest_of_scored_pairs(pairs), cfg.token_budget, whole)
             tokens = {"tokens": float(batch.forest.tokens.size - batch.targets)}
             update = None
             if not whole:  # the sides of a pair may be in different rows, so all scores are computed first

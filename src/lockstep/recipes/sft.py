@@ -2,7 +2,6 @@
 
 from lockstep.config.recipes import SFTConfig
 from lockstep.data.forest_builder import forest_from_documents
-from lockstep.data.mini_batches import pack
 from lockstep.run.run import Run
 
 
@@ -12,9 +11,7 @@ def sft(run: Run, cfg: SFTConfig) -> None:
         with run.transaction(step):
             with run.stage("pack"):
                 documents = run.documents(step, cfg.batch_size)
-                batch = pack(
-                    forest_from_documents(documents), run.policy.ranks, cfg.token_budget, run.policy.info.packing
-                )
+                batch = run.policy.pack(forest_from_documents(documents), cfg.token_budget)
             with run.stage("train"):
                 stats = [run.policy.step(minibatch) for minibatch in batch.minibatches(objective=cfg.loss)]
             run.commit(step, stats)

@@ -26,6 +26,7 @@ from lockstep.ledger.run_incidents import (
     incidents_summary,
 )
 from lockstep.report.charts import Chart, ChartMark, DrawnChart, draw_chart
+from lockstep.report.communication_table import LOAD_COLUMNS, OPERATION_COLUMNS, report_view
 from lockstep.report.device_rows import device_rows, device_spread
 from lockstep.report.live_console import format_number
 from lockstep.report.run_summary import (
@@ -223,6 +224,9 @@ def render_html(ledger: Ledger, exit_reason: str = "") -> str:
         stages=_stages(totals),
         devices=(devices := device_rows(ledger.folder)),
         spread=device_spread(devices),
+        communication=report_view(ledger.folder),
+        load_columns=LOAD_COLUMNS,
+        operation_columns=OPERATION_COLUMNS,
         incidents=_listed_incidents(incidents, timeline, ledger.folder),
         progress=_card(PROGRESS_CHART, {"steps": timeline.curve()}, timeline.over_time()) if incidents else None,
         evaluations=_sampled_steps(evaluations),

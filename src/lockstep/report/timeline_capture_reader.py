@@ -4,7 +4,6 @@ collectives that processes made together, and what the supervisor published.
 A capture may end anywhere, because its writer was killed; lines that cannot be read are counted and left out.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +13,11 @@ import msgspec
 
 from lockstep.watch.agent.timeline_follower import ASYNCHRONOUS, FAILED, P2P, REFUSED
 from lockstep.watch.beacon.span_ring import SpanKind
+from lockstep.watch.communication.call_sizes import call_bytes
 from lockstep.watch.supervisor.incident import CAPTURE_FILE, USUAL_FOLDER, list_incidents
 from lockstep.watch.supervisor.timeline_capture import CAPTURES_FOLDER, FORMAT
 
 MAX_LINE_BYTES = 64 << 20
-_CUT_TEXT = 168
-"""A beacon has room for 176 bytes of these texts with four separators and a root: a longer one may have been cut."""
-_LIST = re.compile(r"\[([0-9, ]*)\]")
-_BYTES = {
-    "float64": 8, "int64": 8, "complex64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "bfloat16": 2,
-    "float16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "complex128": 16,
-}  # fmt: skip
 
 
 class _Communicator(msgspec.Struct):
@@ -306,8 +298,7 @@ def _add_calls(
         operation, shapes, dtype, site, stage, module = (_text(texts, each) for each in positions)
         bits, name = int(flags or 0), operation or "unknown operation"
         details: dict[str, Any] = {"communicator": communicator.name, "call": number, "members": communicator.size}
-        cut = sum(len(each.encode()) for each in (operation, dtype, module, shapes)) >= _CUT_TEXT
-        nbytes = None if cut else tensor_bytes(shapes, dtype)
+        nbytes = call_bytes(operation, shapes, dtype, module)
         shown = {
             "bytes": nbytes, "shapes": shapes, "dtype": dtype, "call site": site, "stage": stage, "module": module,
             "peer": peer, "asynchronous": bool(bits & ASYNCHRONOUS) or None, "failed": bool(bits & FAILED) or None,
@@ -326,20 +317,6 @@ def _add_calls(
 
 def _text(texts: list[str], position: int | None) -> str:
     return texts[position] if position is not None and 0 <= position < len(texts) else ""
-
-
-def tensor_bytes(shapes: str, dtype: str) -> int | None:
-    """The bytes of tensors whose shapes are written as `[4, 2], [3]`; None if there are no shapes, or several types."""
-    size = _BYTES.get(dtype)
-    if size is None or not shapes.endswith("]"):
-        return None
-    total = 0
-    for match in _LIST.finditer(shapes):
-        elements = 1
-        for each in match[1].split(","):
-            elements *= int(each) if each.strip() else 1
-        total += elements
-    return total * size
 
 
 def _device_figures(devices: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.base.folders import write_atomically
 from lockstep.report.timeline_capture_reader import Timeline, TimelineCall, TimelineProcess, TimelineSlice
+from lockstep.watch.communication.call_sizes import bus_bytes
 
 MAX_SLICES = 1_000_000
 """The newest slices of a trace; Perfetto opens that many within seconds."""
@@ -187,23 +188,6 @@ def _joined(timeline: Timeline) -> list[list[TimelineCall]]:
             if not call.p2p:
                 found[call.key].append(call)
     return [calls for calls in found.values() if len(calls) > 1]
-
-
-def bus_bytes(operation: str, nbytes: int, members: int) -> float | None:
-    """The bytes that a collective moves over each member's link at least (nccl-tests, PERFORMANCE.md): divided by the
-    time, they are its bus bandwidth. None for an operation without a known factor.
-
-    Args:
-        nbytes: of the tensors that the call is given.
-    """
-    others = members - 1
-    if operation in ("all_gather_into_tensor", "all_gather_coalesced", "gather", "scatter"):
-        return nbytes * others  # given one member's part of the data
-    if operation in ("all_reduce", "all_reduce_coalesced"):
-        return 2 * nbytes * others / members
-    if operation in ("all_gather", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_coalesced"):
-        return nbytes * others / members
-    return nbytes if operation in ("broadcast", "reduce") else None
 
 
 def _measure_collectives(timeline: Timeline) -> None:

@@ -214,6 +214,7 @@ class Run:
             GaveUp: no restart is left in the budget, or the same error occurred again.
         """
         with self._recovering():
+            self.trained.begin_step(self.ledger, step)
             yield
             self._finish(step)
 
@@ -324,6 +325,7 @@ class Run:
             joined |= {f"{role}/{name}": value for name, value in update_metrics(of_role).items()}
         self._row |= {name if "/" in name else f"policy/{name}": value for name, value in joined.items()}
         self.ledger.commit(step, joined)
+        self.reporter.slow_ranks(self.trained.record_loads(self.ledger, step))
         if self.memory is not None:
             with self.stage("copy"):
                 self.memory.write(step + 1)

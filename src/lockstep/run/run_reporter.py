@@ -18,6 +18,7 @@ from lockstep.base.wait_state import WaitRecord
 from lockstep.config.run_config import RunConfig
 from lockstep.data.samples import Rollouts
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.rank_loads import SlowRank
 from lockstep.ledger.run_incidents import incidents_of, incidents_summary
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.ledger.step_samples import choose_samples
@@ -127,6 +128,8 @@ class RunReporter:
         self._sinks: MetricSinks | None = None
         self._reason = "failed"
         self._tokens = 0.0
+        self._remarked: set[tuple[str, int]] = set()
+        """The slow ranks that were remarked upon."""
         self._start = 0
 
     def begin(self, version: int) -> None:
@@ -190,6 +193,14 @@ class RunReporter:
             if self._sinks is not None:
                 self._sinks.write_samples(self.ledger.number(step), samples)
             self.console.samples(step + 1, samples)
+
+    def slow_ranks(self, found: Sequence[SlowRank]) -> None:
+        """Remarks upon ranks that are persistently slower than the others, once for each."""
+        for each in found:
+            if (each.role, each.rank) not in self._remarked:
+                self._remarked.add((each.role, each.rank))
+                self.ledger.record_event("slow_rank", role=each.role, rank=each.rank, times=round(each.times, 3))
+                self.console.message(f"{each}; trainer.rank_speeds: measured gives it less to do")
 
     def step_repeated(self, step: int) -> None:
         """Adds the time of a step that was trained again after a fault; its metrics were reported before."""

@@ -11,11 +11,15 @@ from lockstep.cluster.protocol import PendingResult
 from lockstep.cluster.rpc.futures import gather_results, last_settled_at, wait_for_calls
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.data.micro_batch import MiniBatch
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.rank_loads import REMARK_STEPS, SlowRank, slow_ranks
 from lockstep.run.devices.device_turns import divide_into_waves
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.checkpoints.checkpoint_retention import part_folder
 from lockstep.train.trainer_protocol import StepStats
 
+REMARK_EVERY = 16
+"""Steps between two looks for ranks that are persistently slow."""
 SubmittedStep = tuple[MiniBatch, Sequence[PendingResult[StepStats]]]
 
 
@@ -121,6 +125,20 @@ class TrainedRoles(Mapping[str, TrainerGroup]):
         for role, own in calls.items():
             self[role].close_calls(own)
         return values
+
+    def begin_step(self, ledger: Ledger, step: int) -> None:
+        """Chooses how the rows of a step are divided among ranks; see `TrainerGroup.choose_speeds`."""
+        for group in self._groups.values():
+            group.choose_speeds(ledger, step)
+
+    def record_loads(self, ledger: Ledger, step: int) -> list[SlowRank]:
+        """Stores what each rank had to do in a step. Returns the ranks that are slow now, if it is time to look."""
+        loads = {name: found for name, group in self._groups.items() if (found := group.take_loads()) is not None}
+        if loads:
+            ledger.record_rank_loads(step, loads)
+        if not loads or (step + 1) % REMARK_EVERY:
+            return []
+        return [each for name in loads for each in slow_ranks(ledger.rank_loads(name, REMARK_STEPS))]
 
     def save(self, folder: Path) -> None:
         """Begins to write a checkpoint of every role."""

@@ -8,17 +8,20 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from lockstep.cluster.protocol import PendingResult, Worker
-from lockstep.cluster.rpc.futures import gather_identical, gather_results
+from lockstep.cluster.rpc.futures import gather_identical, gather_results, wait_for_calls
 from lockstep.cluster.rpc.group_calls import Scattered, submit_all
 from lockstep.cluster.rpc.remote_worker import worker_and_node
 from lockstep.config.algorithm import TrainerOutput
 from lockstep.config.train_role import TrainRole
+from lockstep.data.forest import Forest
 from lockstep.data.micro_batch import MiniBatch
-from lockstep.data.mini_batches import TrainingBatch
+from lockstep.data.mini_batches import TrainingBatch, pack
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.rank_loads import SPEED_STEPS, RankLoads, measured_speeds
 from lockstep.run.devices.device_turns import DeviceTurns
 from lockstep.run.policy_api import PolicyAPI
 from lockstep.train.trainer_api import TrainerAPI, TrainerInfo
-from lockstep.train.trainer_protocol import StepStats
+from lockstep.train.trainer_protocol import UNKNOWN_S, RankLoad, StepStats
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +82,9 @@ class TrainerGroup:
         """Replaces the ranks by others that are already set up."""
         self.workers = list(workers)
         self.info = infos[0]
+        self.speeds: Sequence[float] | None = None
+        """Of the ranks, by which the rows of this step are divided; None: evenly. See `choose_speeds`."""
+        self._loads: list[tuple[MiniBatch, list[RankLoad]]] = []
         self._offloaded = False
         self._open: list[Sequence[PendingResult[Any]]] = []
 
@@ -90,6 +96,10 @@ class TrainerGroup:
     @property
     def ranks(self) -> int:
         return len(self.workers)
+
+    def pack(self, forest: Forest, token_budget: int, whole_trees: bool = False) -> TrainingBatch:
+        """Makes a batch of trees for the ranks; see `data.mini_batches.pack`."""
+        return pack(forest, self.ranks, token_budget, self.info.packing, whole_trees, self.speeds)
 
     def submit_evaluation(
         self, minibatch: MiniBatch, want: Sequence[TrainerOutput]
@@ -154,15 +164,48 @@ class TrainerGroup:
         """Does one optimizer step, and returns metrics over all ranks. Raises RemoteError for a non-finite loss, before
         weights change."""
         calls = self.submit_step(minibatch)
-        stats = gather_identical(calls, why="optimizer step")
+        wait_for_calls([calls], why="optimizer step")
+        stats = calls[0].result(why="optimizer step")
         self.close_calls(calls)
         return self.step_metrics(minibatch, stats)
 
     def step_metrics(self, minibatch: MiniBatch, stats: StepStats) -> dict[str, float]:
-        """The metrics of an optimizer step, from the result of any rank."""
+        """The metrics of an optimizer step, from the result of rank 0."""
+        if stats.loads and len(stats.loads) == len(minibatch.cost) == self.ranks > 1:
+            self._loads.append((minibatch, stats.loads))
         if not self.objective.uses_advantages:
             return stats.values
         return {**stats.values, "batch/skipped_sequences": float(minibatch.skipped)}
+
+    def choose_speeds(self, ledger: Ledger, step: int) -> None:
+        """Chooses by which speeds the rows of a step are divided: those that the config gives, or those that were
+        measured before the step. The latter are stored, so that the step is divided alike when it is trained again."""
+        self._loads = []
+        given, role = self.role.trainer.rank_speeds, self.role.name
+        if given == "equal" or self.ranks == 1:
+            self.speeds = None
+        elif given == "measured":
+            speeds = ledger.rank_speeds(step, role)
+            if speeds is None or len(speeds) != self.ranks:
+                speeds = measured_speeds(ledger.rank_loads(role, SPEED_STEPS, before=step), self.ranks)
+                ledger.record_rank_speeds(step, role, speeds)
+            self.speeds = speeds
+        else:
+            self.speeds = given if len(given) == self.ranks else None
+
+    def take_loads(self) -> RankLoads | None:
+        """What each rank had to do in the optimizer steps since the last call; None if that is not known."""
+        taken, self._loads = self._loads, []
+        if not taken:
+            return None
+        measured = np.array([loads for _, loads in taken])  # [optimizer steps, ranks, work, blocked, memory]
+        seconds = np.where((measured < 0).any(axis=0), UNKNOWN_S, measured.sum(axis=0))
+        tokens = np.sum([minibatch.tokens_of_ranks for minibatch, _ in taken], axis=0)
+        cost = np.sum([minibatch.cost for minibatch, _ in taken], axis=0)
+        memory = measured[:, :, 2].max(axis=0)
+        return RankLoads(
+            seconds[:, 0].tolist(), seconds[:, 1].tolist(), memory.tolist(), tokens.tolist(), cost.tolist()
+        )
 
     def _submit(
         self, method: Callable[Concatenate[Any, P], R], *args: P.args, **_: P.kwargs

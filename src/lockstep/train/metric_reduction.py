@@ -1,12 +1,57 @@
-"""Sums an objective's metrics over micro-batches, and reduces them over ranks with one exchange per step."""
+"""Sums an objective's metrics over micro-batches, and reduces them over ranks with one exchange per step, which also
+tells all ranks how much each of them had to do."""
 
+import os
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lockstep.train.errors import NonFinite
 from lockstep.train.objective import LossOutput, Reduction
+from lockstep.train.trainer_protocol import UNKNOWN_S, RankLoad
+from lockstep.watch.beacon.writer import current_beacon
+
+_HEAD = 5
+"""The square norm of gradients, the first bad micro-batch, and the values of a `RankLoad`."""
+
+
+class WorkMeter:
+    """Measures how long a rank works in a step, and how long it is in blocking calls of collectives, where it waits for
+    other ranks or moves data. `update` is called at least once per 256 calls on a communicator."""
+
+    def __init__(self) -> None:
+        self._began, self._blocked_ns = time.monotonic(), 0
+        self._read: dict[int, int] = {}
+        """The number of the last call that was added, by the slot of its communicator."""
+        self._add(count=False)
+
+    def update(self) -> None:
+        """Adds the calls since the last update."""
+        self._add(count=True)
+
+    def load(self, device: torch.device) -> RankLoad:
+        """The load since the beginning. With collectives that run on the device, no call shows how long it waits."""
+        self.update()
+        blocked_s = self._blocked_ns / 1e9
+        work_s = max(0.0, time.monotonic() - self._began - blocked_s)
+        if device.type == "cpu":
+            return RankLoad(work_s, blocked_s, _resident_bytes())
+        return RankLoad(UNKNOWN_S, UNKNOWN_S, float(torch.cuda.max_memory_allocated(device)))
+
+    def _add(self, count: bool) -> None:
+        rings = current_beacon().call_rings()
+        for slot in [] if rings is None else [each for each in rings.slots if each is not None and not each.closed_ns]:
+            if count:
+                self._blocked_ns += slot.blocked_ns(self._read.get(slot.index, 0))
+            self._read[slot.index] = slot.calls
+
+
+def _resident_bytes() -> float:
+    """Memory of this process, in bytes."""
+    return float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class MetricAccumulator:
@@ -23,11 +68,13 @@ class MetricAccumulator:
         self._first_bad = torch.zeros((), dtype=torch.float64, device=device)
         """Number of the first micro-batch whose loss is not finite, counted from 1; 0 for none."""
         self._count = 0
+        self._work = WorkMeter()
 
     @torch.no_grad()
     def add(self, outcome: LossOutput) -> None:
         """Adds the metrics of a micro-batch."""
         self._count += 1
+        self._work.update()
         zero = torch.zeros((), dtype=torch.float64, device=self._values.device)
         values = torch.stack([outcome.metrics.get(name, zero).detach().double() for name in self._names])
         self._values = torch.where(self._is_max, torch.maximum(self._values, values), self._values + values)
@@ -36,14 +83,16 @@ class MetricAccumulator:
 
     def vector(self, square_norm: Tensor) -> Tensor:
         """Returns the float64 `[metric_vector_size(metrics)]` that the ranks exchange once per step."""
-        head = torch.stack([square_norm.to(self._values.device, torch.float64), self._first_bad])
-        return torch.cat([head, self._values])
+        device = self._values.device
+        head = torch.stack([square_norm.to(device, torch.float64), self._first_bad])
+        load = torch.tensor(self._work.load(device), dtype=torch.float64, device=device)
+        return torch.cat([head, load, self._values])
 
 
 def metric_vector_size(metrics: Mapping[str, Reduction]) -> int:
     """Returns the number of float64 that the ranks exchange once per step: two about gradients and losses that are not
-    finite, and the metrics."""
-    return 2 + len(metrics)
+    finite, the rank's load, and the metrics."""
+    return _HEAD + len(metrics)
 
 
 class ReducedMetrics:
@@ -54,7 +103,8 @@ class ReducedMetrics:
     """
 
     def __init__(self, metrics: Mapping[str, Reduction], vectors: Tensor) -> None:
-        norms, first_bad, values = vectors[:, 0], vectors[:, 1], vectors[:, 2:]
+        norms, first_bad, values = vectors[:, 0], vectors[:, 1], vectors[:, _HEAD:]
+        self.loads = [RankLoad(*load) for load in vectors[:, 2:_HEAD].tolist()]
         self.square_norm = float(norms.sum())
         self.bad_microbatches = [(rank, int(bad) - 1) for rank, bad in enumerate(first_bad.tolist()) if bad > 0]
         """(rank, micro-batch) of each rank's first loss that is not finite."""

@@ -1,10 +1,10 @@
 """The protocol of a trainer within one rank, and the types of its results."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,12 +18,29 @@ if TYPE_CHECKING:
     from lockstep.train.checkpoints.memory_checkpoint import MemoryCheckpoints
 
 
+UNKNOWN_S = -1.0
+
+
+class RankLoad(NamedTuple):
+    """What a rank had to do in an optimizer step, until it exchanged its metrics. `UNKNOWN_S` where it cannot tell."""
+
+    work_s: float
+    """Seconds outside of blocking collectives."""
+    blocked_s: float
+    """Seconds in blocking collectives: waiting for other ranks, or moving data."""
+    memory: float
+    """Bytes: of a GPU, the most that tensors have taken; of a process on the CPU, its memory at the end of the step."""
+
+
 @dataclass(slots=True)
 class StepStats:
-    """Metrics of one optimizer step, reduced over all ranks: each rank has the same values."""
+    """The result of one optimizer step."""
 
     values: dict[str, float]
-    """The metrics of the objective, `grad_norm` (the global norm before clipping), and `lr` (the rate of this step)."""
+    """Metrics, reduced over all ranks, so that each rank has the same: those of the objective, `grad_norm` (the global
+    norm before clipping), and `lr` (the rate of this step)."""
+    loads: list[RankLoad] = field(default_factory=list)
+    """Those of all ranks; only rank 0 returns them: thousands of ranks would send thousands of times the same."""
 
 
 @dataclass(slots=True)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.report.timeline_capture_reader import capture_files, has_ended, read_timeline, tensor_bytes
-from lockstep.report.timeline_trace import build_trace, bus_bytes, write_trace
+from lockstep.report.timeline_capture_reader import capture_files, has_ended, read_timeline
+from lockstep.report.timeline_trace import build_trace, write_trace
 from lockstep.watch.agent.timeline_follower import ASYNCHRONOUS
 from lockstep.watch.beacon.span_ring import SpanKind
+from lockstep.watch.communication.call_sizes import bus_bytes, tensor_bytes
 
 MS = 1_000_000
 HEADER = {"lockstep_timeline": 1, "run": "r", "at_ns": 0, "wall": 1_700_000_000.0, "since_ns": 0}

@@ -28,6 +28,9 @@ class Done:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def result(self, why: str) -> Any:
+        return self.value
+
 
 class Worker:
     """Writes down what it is asked."""
@@ -37,13 +40,14 @@ class Worker:
 
     def submit(self, method: Any, *arguments: Any) -> Done:
         self.calls.append((method.__name__, *arguments))
-        return Done(SimpleNamespace(values={}) if method.__name__ == "step" else None)
+        return Done(SimpleNamespace(values={}, loads=[]) if method.__name__ == "step" else None)
 
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr("lockstep.run.trainer_group.gather_results", lambda calls, why: [call.value for call in calls])
     monkeypatch.setattr("lockstep.run.trainer_group.gather_identical", lambda calls, why: calls[0].value)
+    monkeypatch.setattr("lockstep.run.trainer_group.wait_for_calls", lambda groups, why: None)
     return Worker()
 
 

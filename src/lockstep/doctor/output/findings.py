@@ -27,6 +27,8 @@ class Finding:
     """The exact command or setting."""
     source: str = ""
     """The URL of documentation or source code."""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """Figures for programs, such as those that a run is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class CheckReport:
         """Returns the report as JSON, in which a section is called a rung.
 
         The form is `{"passed", "counts": {severity: n}, "rungs": [{"name", "title", "seconds"}], "findings": [{"rung",
-        "id", "severity", "host", "seen", "why", "fix", "source"}]}`.
+        "id", "severity", "host", "seen", "why", "fix", "source"}]}`; findings with figures also have "measured".
         """
         return {
             "passed": self.passed,
@@ -78,9 +80,16 @@ class CheckReport:
                 {"name": each.name, "title": each.title, "seconds": round(each.seconds, 3)} for each in self.sections
             ],
             "findings": [
-                {"rung": section.name, **asdict(found)} for section in self.sections for found in section.findings
+                {"rung": section.name, **_finding_json(found)}
+                for section in self.sections
+                for found in section.findings
             ],
         }
+
+
+def _finding_json(found: Finding) -> dict[str, Any]:
+    values = asdict(found)
+    return values if found.measured else {name: value for name, value in values.items() if name != "measured"}
 
 
 def guarded_findings(id: str, host: str, what: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:

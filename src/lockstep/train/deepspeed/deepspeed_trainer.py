@@ -191,7 +191,8 @@ class DeepSpeedTrainer:
         done = step - self.steps_before_run
         current_beacon().finish_unit("optimizer steps", done, self.role.optimizer_steps)
         norm = totals.square_norm**0.5
-        return StepStats({**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)})
+        values = {**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)}
+        return StepStats(values, totals.loads if self.ranks.rank == 0 else [])
 
     def learning_rates(self) -> dict[ModelPart, float]:
         """Returns the learning rate of each part of the model in the next optimizer step."""

@@ -235,7 +235,8 @@ class FSDP2Trainer:
         if self.mixing is not None and self.reference is not None and done % self.mixing.steps == 0:
             mix_into_reference(self.reference, self.policy, self.mixing.share)
         current_beacon().finish_unit("optimizer steps", done, self.role.optimizer_steps)
-        return StepStats({**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)})
+        values = {**totals.values, "grad_norm": norm, **lr_metrics(rates, self.role.model)}
+        return StepStats(values, totals.loads if self.ranks.rank == 0 else [])
 
     def learning_rates(self) -> dict[ModelPart, float]:
         """Returns the learning rate of each part of the model in the next optimizer step."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.base.folders import open_own_file
+from lockstep.watch.agent.call_timings import CallTimings
 from lockstep.watch.agent.call_windows import CallDigest, CallWindows
 from lockstep.watch.agent.process_monitor import ProcessState
 from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, MAX_COMMUNICATORS, CallRecord, CommunicatorRecord
@@ -114,6 +115,7 @@ class CallComparison:
     """Follows all members on this host."""
 
     def __init__(self) -> None:
+        self.timings = CallTimings()
         self._members: dict[MemberKey, _FollowedMember] = {}
         self._communicators: dict[int, _FollowedCommunicator] = {}
         """By identity."""
@@ -230,6 +232,8 @@ class CallComparison:
                 _member_key(process, record), _FollowedMember(CallFollower(record.slot))
             )
             calls = self._read(followed.follower, process, record, descriptors)
+            if calls:
+                self.timings.add(record, known.incarnation, followed.follower.times)
             self._describe(known, followed, calls, process, record)
             for call in calls:
                 other = known.add(call)
@@ -255,7 +259,10 @@ class CallComparison:
         if self._undecoded > 0:
             self._undecoded -= 1
             numbers = set(new.values())
-            followed.described |= {each.number: each for each in _decoded(process, record) if each.number in numbers}
+            for each in _decoded(process, record):
+                if each.number in numbers:
+                    followed.described[each.number] = each
+                    self.timings.describe(each)
             for number in list(followed.described)[:-CALLS_PER_RING]:
                 del followed.described[number]
 

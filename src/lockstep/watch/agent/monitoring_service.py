@@ -1,7 +1,8 @@
 """The part of a node agent that monitors processes: sends reports to supervisors and serves their requests.
 
-    {"id", "op": "observe", "every_s", "calm_s", "suspect_after_s"} -> {"host", "pid"}, followed by rosters and states,
-        every `calm_s` while all processes make progress or are idle, else every `every_s`
+    {"id", "op": "observe", "every_s", "calm_s", "suspect_after_s", "timings"} -> {"host", "pid"}, followed by rosters
+        and states, every `calm_s` while all processes make progress or are idle, else every `every_s`; with `timings`,
+        states have sampled calls (`call_timings`)
     {"id", "op": "clock"} -> {"monotonic_ns", "wall"}
     {"id", "op": "stacks", "pids", "native"} -> {"stacks": {pid: threads}}
     {"id", "op": "collect", "names", "lines"} -> {"beacons", "logs", "environment", "facts"}, see `host_evidence`
@@ -172,6 +173,7 @@ class MonitoringService:
                 self._monitor.forget(name, 0.0)
         self._observers[connection] = _Subscription(every_s, calm_s, after_s)
         self._reports.forget()
+        self._reports.comparison.timings.wanted |= bool(message.get("timings"))
         self._devices.start()
         with contextlib.suppress(OSError):  # from now on, ranks whose collective fails wait for a verdict
             commands.open_command_file(self._monitor.run)

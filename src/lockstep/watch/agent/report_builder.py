@@ -63,6 +63,7 @@ class ReportBuilder:
     def forget(self) -> None:
         """Reports all signatures again, for a new supervisor."""
         self._explained.clear()
+        self.comparison.timings.forget()
 
     def build(self, monitor: ProcessMonitor) -> tuple[Roster, StateReport]:
         """Builds the reports of the last sample. A changed roster gets the next number."""
@@ -80,6 +81,7 @@ class ReportBuilder:
         now = time.monotonic_ns()
         self.comparison.update((states[index], record) for index, record in memberships)
         calls = [self._reported_calls(states[index], record, now) for index, record in memberships]
+        timings, timed = self.comparison.timings.take(numbers)
         state = StateReport(
             self.host,
             self.roster.number,
@@ -99,6 +101,8 @@ class ReportBuilder:
             ),
             moved={i: _age_s(each.moved_ns, now) for i, each in enumerate(states) if each.moved_ns > each.progress_ns},
             devices=self.last_devices,
+            timings=timings,
+            timed=timed,
         )
         return self.roster, state
 

@@ -31,6 +31,7 @@ clocks of hosts may differ.
      "sites": [[member, seq, site], ...],
      "digests": base64 of DIGEST records, "differences": [[communicator, incarnation, seq], ...],
      "moved": {process: age of its last transfer of data or touch of new memory}, if later than its last progress
+     "timings": base64 of TIMING records (`call_timings`), "timed": {signature: [operation, bytes]}
      "devices": {"devices": [...], "uses": [...], "gap": text}: see `devices.device_samples.HostDevices`}
 
 - CALL records are the newest calls of members, at most about eight each. `about` describes the signatures that were not
@@ -159,6 +160,8 @@ class StateReport:
     differences: tuple[tuple[int, int, int], ...] = ()
     moved: Mapping[int, float] = field(default_factory=dict)
     devices: HostDevices = field(default_factory=HostDevices)
+    timings: bytes = b""
+    timed: Mapping[int, tuple[str, int | None]] = field(default_factory=dict)
 
 
 def list_number(digest: int) -> int:
@@ -300,6 +303,10 @@ def _encode_state(state: StateReport) -> dict[str, Any]:
         message["differences"] = [list(each) for each in state.differences]
     if state.moved:
         message["moved"] = {str(index): round(age, 4) for index, age in state.moved.items()}
+    if state.timings:
+        message["timings"] = _to_base64(state.timings)
+    if state.timed:
+        message["timed"] = {str(signature): list(each) for signature, each in state.timed.items()}
     if devices := record_to_json(state.devices):
         message["devices"] = devices
     return message
@@ -321,6 +328,8 @@ def _decode_state(message: Mapping[str, Any]) -> StateReport:
         tuple([(int(number), int(life), int(seq)) for number, life, seq in message.get("differences", ())]),
         {int(index): float(age) for index, age in message.get("moved", {}).items()},
         record_from_json(HostDevices, message["devices"]) if "devices" in message else HostDevices(),
+        _from_base64(message.get("timings", b"")),
+        {int(number): (str(name), nbytes) for number, (name, nbytes) in message.get("timed", {}).items()},
     )
 
 

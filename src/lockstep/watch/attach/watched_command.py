@@ -67,6 +67,8 @@ class WatchedCommand:
     """The name of this host in verdicts; its host name if empty."""
     meeting: SupervisorEndpoint | None = None
     """Where the agents of several nodes connect; None for a single node."""
+    communication: Path | None = None
+    """The file for the totals of collectives; None writes none."""
 
 
 class CommandNotStarted(PicklableError, OSError):
@@ -193,8 +195,9 @@ def _supervisor_settings(watched: WatchedCommand, run: str, folder: Path, agent:
     facts = {"command": list(watched.command), "python": sys.version.split()[0]}
     on_stall = "dump" if watched.on_stall == "kill" else watched.on_stall  # this process ends the whole command
     settings = SupervisorSettings(
-        run, WATCH_GENERATION, folder, watched.incidents, [agent], os.getpid(), watched.patience, on_stall, facts=facts
-    )
+        run, WATCH_GENERATION, folder, watched.incidents, [agent], os.getpid(), watched.patience, on_stall, facts=facts,
+        communication=watched.communication,
+    )  # fmt: skip
     if watched.meeting is None:
         return settings
     return replace(settings, meeting=watched.meeting.run, host=watched.meeting.host, port=watched.meeting.port)

@@ -7,7 +7,7 @@ when no call follows (`CommunicatorMember.verify`), and marks calls whose number
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lockstep.watch.beacon.beacon_records import (
@@ -16,6 +16,7 @@ from lockstep.watch.beacon.beacon_records import (
     CALLS_PER_RING,
     COMMUNICATOR_STRIDE,
     COMMUNICATORS_AT,
+    FLAG_ASYNC,
     FLAG_FAILED,
     FLAG_P2P,
     FLAG_REFUSED,
@@ -39,18 +40,32 @@ class FollowedCall(NamedTuple):
     signature: int
 
 
+class CallTimes(NamedTuple):
+    """When a member entered and left a collective."""
+
+    issued: int
+    signature: int
+    entered_ns: int
+    left_ns: int
+    """0 if it has not left."""
+    asynchronous: bool
+
+
 @dataclass(slots=True)
 class CallFollower:
     """Follows the calls on the communicator in one slot of a beacon."""
 
     slot: int
     next_number: int = 1
+    times: list[CallTimes] = field(default_factory=list)
+    """Those of the calls that the last `read` returned, in the same order."""
     failed: bool = False
     """Whether a call failed or was refused: from then on, the numbers of members may differ."""
 
     def read(self, descriptor: int, beat_ns: int) -> list[FollowedCall]:
         """The collectives since the last read whose numbers are final, without those that were overwritten since then
         and those of uncertain number. `beat_ns` is the last heartbeat of the recorder's thread."""
+        self.times = []
         written = self._written(descriptor)
         if self.failed or written < self.next_number:
             return []
@@ -60,7 +75,7 @@ class CallFollower:
         found: list[FollowedCall] = []
         number = first - 1
         for chunk in chunks:
-            for front, seq, issued, entered, _, signature, _, _, flags, _, back in CALL_STRUCT.iter_unpack(chunk):
+            for front, seq, issued, entered, left, signature, _, _, flags, _, back in CALL_STRUCT.iter_unpack(chunk):
                 number += 1
                 settled = written - number >= SETTLED_CALLS or beat_ns - entered >= SETTLED_NS
                 if not settled:
@@ -72,6 +87,7 @@ class CallFollower:
                     self.failed = True
                     return found
                 found.append(FollowedCall(number, seq, issued, signature))
+                self.times.append(CallTimes(issued, signature, entered, left, bool(flags & FLAG_ASYNC)))
         return found
 
     def _written(self, descriptor: int) -> int:

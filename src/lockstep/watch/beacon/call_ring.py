@@ -23,6 +23,7 @@ from lockstep.watch.beacon.beacon_records import (
     COMMUNICATORS_AT,
     COUNTS_AT,
     COUNTS_STRUCT,
+    ENTERED_WORD,
     FLAG_ASYNC,
     FLAG_CLOSED,
     FLAG_COUNTED,
@@ -246,6 +247,17 @@ class CommunicatorSlot:
         if flag:
             self.words[left + WHERE_WORD - LEFT_WORD] |= flag
         self.words[left] = time.monotonic_ns()
+
+    def blocked_ns(self, after: int) -> int:
+        """How long the calls after this number blocked their threads, in nanoseconds: those that are still in the ring,
+        without asynchronous, failed and unfinished ones."""
+        words, total = self.words, 0
+        for number in range(max(after, self.calls - CALLS_PER_RING) + 1, self.calls + 1):
+            at = self.call_at(number)
+            left = words[at + LEFT_WORD]
+            if left and not words[at + WHERE_WORD] & (FLAG_ASYNC | FLAG_FAILED | FLAG_REFUSED):
+                total += left - words[at + ENTERED_WORD]
+        return total
 
     def call_at(self, number: int) -> int:
         """The word at which the record of the call with this number begins."""

@@ -42,6 +42,8 @@ class _StateMessage(TypedDict, total=False):
     differences: Any
     moved: Any
     devices: Any
+    timings: bytes
+    timed: Any
     calm: Any
 
 

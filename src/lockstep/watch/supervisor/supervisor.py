@@ -44,9 +44,9 @@ from lockstep.watch.diagnosis.verdict import MIN_ACTION_CONFIDENCE, Verdict, Ver
 from lockstep.watch.procfs import processes
 from lockstep.watch.supervisor import incident
 from lockstep.watch.supervisor.agent_connections import AgentConnection
-from lockstep.watch.supervisor.device_totals import DeviceTotals
 from lockstep.watch.supervisor.digest_comparison import DigestComparison
 from lockstep.watch.supervisor.incident_collection import IncidentCollection
+from lockstep.watch.supervisor.job_totals import JobTotals
 from lockstep.watch.supervisor.message_store import MessageStore
 from lockstep.watch.supervisor.subscribers import RequestHandler, Subscribers, unregister, verdict_frame
 from lockstep.watch.supervisor.supervisor_client import SupervisorSettings
@@ -96,7 +96,8 @@ class Supervisor:
         self._connected_links: SimpleQueue[tuple[AgentConnection, Connection]] = SimpleQueue()
         self._messages = MessageStore(aliases=settings.aliases, host_s=settings.patience.host_s)
         self._comparison = DigestComparison(self._connections.values)
-        self._tracker, self._devices = VerdictTracker(), DeviceTotals(settings.devices)
+        self._tracker = VerdictTracker()
+        self._totals = JobTotals(settings.run, settings.devices, settings.communication)
         self._collections: list[IncidentCollection] = []
         self._incidents: dict[int, Path] = {}
         pid = settings.controller
@@ -142,7 +143,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self._devices.write(now)
+        self._totals.write(now)
         self._captures.read_requests()
         for link in self._connections.values():
             link.tick()
@@ -284,7 +285,7 @@ class Supervisor:
         # A report grows old until the next sample. This must not look like a lack of progress.
         link.request(
             "observe", on_observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
-            suspect_after_s=max(0.2, notice_s / 2),
+            suspect_after_s=max(0.2, notice_s / 2), timings=self.settings.communication is not None,
         )  # fmt: skip
 
     def _read_messages(self, link: AgentConnection) -> None:
@@ -305,12 +306,12 @@ class Supervisor:
             host = self._messages.host(str(message["host"]))
             if stored and host is not None:
                 self._comparison.update(host)
+                if message["m"] == "state":
+                    self._totals.add(host, link.clock.ns)
         except ValueError as error:
             log.warning("%s: %s", link, error)
             return
         if message["m"] == "state":
-            if host is not None:
-                self._devices.add(host)
             link.no_stall_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
             if self._last_reports is not None:
                 self._last_reports[0].discard(link)
@@ -395,7 +396,7 @@ class Supervisor:
                 pass
 
     def _clean_up(self) -> None:
-        self._devices.write(time.monotonic(), last=True)
+        self._totals.write(time.monotonic(), last=True)
         self._captures.close()
         for link in self._connections.values():
             link.close()

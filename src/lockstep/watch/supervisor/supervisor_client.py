@@ -62,6 +62,8 @@ class SupervisorSettings:
     """Facts about the run for incidents: its config, versions, command."""
     devices: Path | None = None
     """The file for the totals of all GPUs (`device_totals`); None writes none."""
+    communication: Path | None = None
+    """The file for the totals of collectives (`communication.arrival_totals`); None writes none."""
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port."""
@@ -75,6 +77,7 @@ class SupervisorSettings:
         values["folder"] = Path(values["folder"])
         values["incidents"] = None if values["incidents"] is None else Path(values["incidents"])
         values["devices"] = None if values.get("devices") is None else Path(values["devices"])
+        values["communication"] = None if values.get("communication") is None else Path(values["communication"])
         values["agents"] = [ServiceAddress(**each) for each in values["agents"]]
         values["patience"] = StallThresholds(**values["patience"])
         values["aliases"] = {
@@ -88,6 +91,7 @@ class SupervisorSettings:
         values["folder"] = str(self.folder)
         values["incidents"] = None if self.incidents is None else str(self.incidents)
         values["devices"] = None if self.devices is None else str(self.devices)
+        values["communication"] = None if self.communication is None else str(self.communication)
         return json.dumps(values)
 
 

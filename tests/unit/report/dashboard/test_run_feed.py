@@ -51,8 +51,8 @@ def test_new_steps_are_read_and_old_ones_are_not(tmp_path: Path, monkeypatch: py
     feed, read = RunFeed(folder), list[int]()
     original = Ledger.metrics_rows
 
-    def counted(self: Ledger, after: int | None = None, until: int | None = None) -> Any:
-        rows = original(self, after, until)
+    def counted(self: Ledger, after: int | None = None, before: int | None = None) -> Any:
+        rows = original(self, after, before)
         read.extend(row.step for row in rows)
         return rows
 

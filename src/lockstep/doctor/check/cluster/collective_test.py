@@ -286,10 +286,17 @@ def judge_collectives(tested: SelfTestResult) -> list[Finding]:
             Finding(
                 "collectives", "ok", "",
                 f"{each.name} ({len(each.members)} ranks on {each.backend}: {each.does}): all sums correct; "
-                + "; ".join(rows), source=_BUS_BANDWIDTH_SOURCE,
+                + "; ".join(rows), source=_BUS_BANDWIDTH_SOURCE, measured=_bus_bandwidth(tested, each),
             )
         )  # fmt: skip
     return found + _slowest_pair_findings(tested)
+
+
+def _bus_bandwidth(tested: SelfTestResult, of: PlannedCommunicator) -> dict[str, Any]:
+    """What a run is compared with: `{"communicator", "members", "bytes", "bus_mb_per_s": {operation: MB/s}}`."""
+    rates = {operation: min(tested.rates[of.name, operation]) for operation in of.operations}
+    measured = {"communicator": of.name, "members": len(of.members), "bytes": TEST_BYTES[tested.device]}
+    return {**measured, "bus_mb_per_s": rates}
 
 
 def _slowest_pair_findings(tested: SelfTestResult) -> list[Finding]:

@@ -1,0 +1,1 @@
+"""How rows of unequal ranks are arranged."""
