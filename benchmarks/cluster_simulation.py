@@ -132,7 +132,7 @@ class Simulation:
         self._down_until = 0.0
         self._broken = {"trainer": 0, "engine": 0}
         self._spares = assumed.spares if can.spares else 0
-        self._events: list[tuple[float, int, str, str]] = []
+        self._events: list[tuple[float, int, str, str, float]] = []
         self._count = 0
         self.failures = 0
 
@@ -142,22 +142,24 @@ class Simulation:
             if nodes:
                 self._next_failure(role, nodes)
         while self._events:
-            at, _, what, role = heapq.heappop(self._events)
+            at, _, what, role, repair_s = heapq.heappop(self._events)
             if at >= seconds:
                 break
             self._advance(at)
-            self._handle(what, role)
+            self._handle(what, role, repair_s)
         self._advance(seconds)
         return self._useful / seconds
 
     def _next_failure(self, role: str, nodes: int) -> None:
-        """Failures come at the same times whatever the program can do, so that its mechanisms can be compared."""
+        """Failures come at the same times, and take as long to repair, whatever the program can do: so mechanisms can
+        be compared."""
         kind = self._weather.choices(list(KINDS), weights=list(KINDS.values()))[0]
-        self._later(self._weather.expovariate(self._rate_s * nodes), kind, role)
+        repair_s = self._weather.expovariate(1 / self.assumed.repair_s)
+        self._later(self._weather.expovariate(self._rate_s * nodes), kind, role, repair_s)
 
-    def _later(self, seconds: float, what: str, role: str) -> None:
+    def _later(self, seconds: float, what: str, role: str, repair_s: float = 0.0) -> None:
         self._count += 1
-        heapq.heappush(self._events, (self._now + seconds, self._count, what, role))
+        heapq.heappush(self._events, (self._now + seconds, self._count, what, role, repair_s))
 
     def _speed(self) -> float:
         """The part of full speed at which steps proceed."""
@@ -188,13 +190,13 @@ class Simulation:
             left -= cost
             self._saved, self._since_saved = self._useful, 0.0
 
-    def _handle(self, what: str, role: str) -> None:
+    def _handle(self, what: str, role: str, repair_s: float) -> None:
         if what in KINDS:
             nodes = self.assumed.engine_nodes if role == "engine" else NODES - self.assumed.engine_nodes
             self._next_failure(role, nodes)
-            self._fail(what, role)
+            self._fail(what, role, repair_s)
         elif what == "found":
-            self._recover(role, broken_host=False)
+            self._recover(role)
         elif what == "spare":
             self._spares += 1
         else:
@@ -202,7 +204,7 @@ class Simulation:
             if role == "trainer" or not self.can.by_role:
                 self._down_until = max(self._down_until, self._now + self._restart_s(role))
 
-    def _fail(self, kind: str, role: str) -> None:
+    def _fail(self, kind: str, role: str, repair_s: float) -> None:
         """A node, or a process on it, fails."""
         self.failures += 1
         if kind == "silent":
@@ -210,9 +212,11 @@ class Simulation:
             self._down_until = max(self._down_until, self._now + after_s)  # everybody waits
             self._later(after_s, "found", role)
         else:
-            self._recover(role, broken_host=kind == "host")
+            self._recover(role, repair_s if kind == "host" else 0.0)
 
-    def _recover(self, role: str, broken_host: bool) -> None:
+    def _recover(self, role: str, repair_s: float = 0.0) -> None:
+        """Restart what has to be restarted; a node that has to be repaired is replaced."""
+        broken_host = repair_s > 0
         alone = role == "engine" and self.can.by_role
         if not alone:
             kept = self.can.snapshots and not broken_host  # a copy in the memory of a lost host is lost as well
@@ -220,22 +224,22 @@ class Simulation:
             self._useful -= lost_s
             self._since_saved -= lost_s
         if broken_host:
-            self._replace(role)
+            self._replace(role, repair_s)
         if not alone:
             self._down_until = max(self._down_until, self._now + self._restart_s(role))
         elif not broken_host:
             self._broken[role] += 1
             self._later(self._restart_s(role), "replaced", role)
 
-    def _replace(self, role: str) -> None:
+    def _replace(self, role: str, repair_s: float) -> None:
         """Take a spare node, or wait for a repaired one. Repaired nodes become spares again."""
         self._broken[role] += 1
         if self._spares:
             self._spares -= 1
             self._later(self.assumed.join_s, "replaced", role)
-            self._later(self._chance.expovariate(1 / self.assumed.repair_s), "spare", role)
+            self._later(repair_s, "spare", role)
         else:
-            self._later(self._chance.expovariate(1 / self.assumed.repair_s), "replaced", role)
+            self._later(repair_s, "replaced", role)
 
     def _restart_s(self, role: str) -> float:
         if not self.can.by_role:
@@ -287,8 +291,8 @@ def plain_shares(mtbf_s: float, assumed: Assumed, seeds: int, days: float) -> li
     """Shares with failures that need no other node and are seen at once."""
 
     class Plain(Simulation):
-        def _fail(self, kind: str, role: str) -> None:
-            self._recover(role, broken_host=False)
+        def _fail(self, kind: str, role: str, repair_s: float) -> None:
+            self._recover(role)
 
     none, rate = Measured((), (), ()), DAY / mtbf_s / NODES
     return [Plain(rate, Mechanisms(), assumed, none, f"plain {seed}").run(days * DAY) for seed in range(seeds)]

@@ -117,8 +117,8 @@ def _expectations(hit: EpisodeRun, calm: Path, line: dict[str, Any]) -> list[dic
     grown = [each for each in hit.growth if watching.grows(each)]
     expect(not grown, "no process grows over the last half", grown)
     line |= {
-        "lost_steps": len(lost), "difference": apart, "exact": exact, "false_alarms": alarms, "orphans": len(orphans),
-        "growth": hit.growth,
+        "step_s": round(watching.typical_step_s(hit.run), 4), "lost_steps": len(lost), "difference": apart,
+        "exact": exact, "false_alarms": alarms, "orphans": len(orphans), "growth": hit.growth,
     }  # fmt: skip
     return failures
 

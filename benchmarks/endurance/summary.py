@@ -22,7 +22,7 @@ def totals(lines: Sequence[Row], done: Sequence[Row]) -> list[str]:
     faults = [fault for line in done for fault in line["faults"]]
     made = [fault for fault in faults if not fault["skipped"]]
     whole = [line for line in done if "difference" in line]
-    shares = [line["calm"]["span_s"] / line["span_s"] for line in whole if line["span_s"]]
+    shares = [line["steps"] * line["step_s"] / line["span_s"] for line in whole if "step_s" in line]
     grown = [row["process"] for line in whole for row in line["growth"] if grows(row)]
     bitwise = sum(line["difference"] == 0 for line in whole)
     growing = sum(len(line["growth"]) for line in whole)

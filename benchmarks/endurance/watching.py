@@ -1,5 +1,6 @@
 """What is measured of a run from outside: growth of its processes, verdicts on the innocent, equal weights."""
 
+import itertools
 import statistics
 import threading
 import time
@@ -128,7 +129,7 @@ def seconds_until_named(found: Sequence[dict[str, Any]], fault: Accusable) -> fl
     times = [
         each["said_at"] - fault.at
         for each in found
-        if set(each["who"]) & set(fault.names) and each["said_at"] >= fault.at - 1
+        if set(each["who"]) & set(fault.names) and fault.at - 1 <= each["said_at"] <= fault.until + 15
     ]
     return round(max(0.0, min(times)), 3) if times else None
 
@@ -138,6 +139,14 @@ def missing_steps(run: Path, steps: int) -> list[int]:
     with Ledger.reader(run) as ledger:
         rows = [row.step for row in ledger.metrics_rows()]
     return [step + 1 for step in range(steps) if rows.count(step) != 1]
+
+
+def typical_step_s(run: Path) -> float:
+    """The median time from one commit to the next: what a step takes on this machine while nothing is wrong. Faults,
+    and jumps of the clock by which commits are dated, are in few of them."""
+    with Ledger.reader(run) as ledger:
+        at = [row.at for row in ledger.commits()]
+    return statistics.median(after - before for before, after in itertools.pairwise(at))
 
 
 def used_prompts(run: Path) -> dict[str, int]:

@@ -88,7 +88,7 @@ def fault(name: str, **facts) -> dict:
 def test_the_summary_counts_what_was_skipped_and_what_failed() -> None:
     done = {
         "episode": 0, "variant": "grpo local fsdp2", "wall_s": 360.0, "span_s": 100.0, "steps": 100, "load": 2.0,
-        "calm": {"span_s": 50.0}, "lost_steps": 0, "difference": 0, "exact": True, "false_alarms": [], "orphans": 1,
+        "step_s": 0.5, "lost_steps": 0, "difference": 0, "exact": True, "false_alarms": [], "orphans": 1,
         "growth": [grown(0, 3)], "failures": [{"expectation": "nothing is left of the run", "found": "process 7"}],
         "faults": [fault("stop policy", named_s=1.5), fault("slow disk", skipped="no cgroups")],
     }  # fmt: skip
