@@ -53,7 +53,7 @@ ENTRIES = [
         "lockstep-same-folder",
         "storage_fault",
         script=f"{_J}prepare steps=400 reward=judged; lockstep train run.yaml > first.txt 2>&1 & c=$!; "
-        f"for i in $(seq 100); do sleep 1; grep -q 'step 2/' first.txt && break; done; "
+        f"for i in $(seq 100); do sleep 1; grep -q 'step 1/' first.txt && break; done; "
         "lockstep train --resume runs/copy-digit; kill -TERM $c; wait $c; ",
         also_ok=("config_error",),
     ),

@@ -79,7 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> FinishedRun:
     gate = Gate(folder / "gate", GATED)
-    values = config(folder, "grpo", name="seen", steps=4, report={}, reward={"terms": [*EXAMPLES, gate.term]})
+    values = config(
+        folder, "grpo", name="seen", steps=4, report={"lines_every_s": 0}, reward={"terms": [*EXAMPLES, gate.term]}
+    )
     run = Path(values["folder"]) / "seen"
     launched = Launched.start(run, str(write(folder, values)), cwd=ROOT, cold=True)
     try:

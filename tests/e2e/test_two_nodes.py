@@ -59,7 +59,7 @@ def grpo(hosts: Hosts, taught: Path, folder: Path, *changes: str) -> list[str]:
     return [
         *LOCKSTEP, "train", "examples/grpo_sort.yaml", f"folder={folder}", f"model.path={taught / 'sort-sft/export'}",
         f"data.path={data / 'grpo.jsonl'}", f"evaluation.data.path={data / 'eval.jsonl'}", f"steps={STEPS}",
-        "evaluation.every=30", "cluster=ray", f"cluster.address={hosts.address}", *changes,
+        "evaluation.every=30", "report.lines_every_s=0", "cluster=ray", f"cluster.address={hosts.address}", *changes,
     ]  # fmt: skip
 
 

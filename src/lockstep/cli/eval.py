@@ -25,7 +25,8 @@ from lockstep.cli.generate import (
     sampling_choice,
     write_records,
 )
-from lockstep.cli.terminal import require_extra
+from lockstep.cli.terminal import LogFormatOption, require_extra
+from lockstep.report.json_console import LogFormat, open_event_log
 
 if TYPE_CHECKING:
     from lockstep.run.trained_models.reward_evaluation import Evaluation
@@ -60,6 +61,7 @@ def command(
     engine: Annotated[EngineKind | None, typer.Option(help="The run's engine when absent.")] = None,
     json_object: Annotated[bool, typer.Option("--json", help="Print the metrics as one JSON object.")] = False,
     output: Output = None,
+    log_format: LogFormatOption = LogFormat.text,
 ) -> None:
     """Score the model of a run, or any other, on held-out prompts with the run's rewards.
 
@@ -74,7 +76,8 @@ def command(
 
         lockstep eval Qwen/Qwen2.5-0.5B-Instruct --config examples/grpo_gsm8k.yaml --limit 200 --output scores.jsonl
     """
-    require_extra("train", "lockstep eval")
+    events = open_event_log(log_format, "eval")
+    require_extra("train", "lockstep eval", events)
     from lockstep.run.trained_models.model_evaluation import EvaluationRequest
     from lockstep.run.trained_models.reward_evaluation import evaluate
 
@@ -82,9 +85,9 @@ def command(
     values = [*(overrides or []), *engine_overrides(engine)]
     request = EvaluationRequest(model, step, config, values, dataset, limit, sampling, pass_reward)
     target = output.absolute() if output is not None else None
-    result = run_or_exit(lambda status: evaluate(request, status))
+    result = run_or_exit(lambda status: evaluate(request, status), events)
     if target is not None:
-        write_records(target, result.records())
+        write_records(target, result.records(), events)
     if json_object:
         typer.echo(json.dumps(_summary(result)))
     else:

@@ -23,6 +23,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.report.json_console import EventLog
 from lockstep.report.safe_console import SafeConsole
 from lockstep.rewards.scoring_messages import RewardError
 from lockstep.rollout.environments.environment_protocol import EnvironmentFailed
@@ -53,37 +54,57 @@ class FailureSummary:
     """Lines of a traceback or log."""
 
 
-def show_failure(error: BaseException, folder: Path) -> None:
-    """Prints on standard error what failed, where, and how to resume."""
-    console, known = SafeConsole(stderr=True, soft_wrap=True), secret_values(os.environ)
-
-    def shown(text: str) -> str:
-        return escape(redact_text(text, known))
-
+def show_failure(error: BaseException, folder: Path, events: EventLog | None = None) -> None:
+    """Prints on standard error what failed, where, and how to resume; or writes it as an event."""
     cause = error.__cause__ or error if isinstance(error, NotStarted) else error
     summary = describe_failure(cause)
     if isinstance(cause, GaveUp) and cause.__cause__ is not None:
         details = describe_failure(cause.__cause__)
         summary = FailureSummary(summary.headline, details.details, details.lines)
+    kept = error.kept if isinstance(error, NotStarted) else None
+    if events is None:
+        _print_failure(summary, folder, kept)
+        return
+    resumes = kept is None and (folder / INDEX_FILE).is_file()
+    events.write(
+        "failed", summary.headline, "error", details=dict(summary.details) or None, lines=summary.lines or None,
+        kept=kept, resume=_resume_command(folder) if resumes else None,
+        logs=(kept or folder) / "logs" if (kept or folder).is_dir() else None,
+    )  # fmt: skip
+
+
+def _resume_command(folder: Path) -> str:
+    return f"lockstep train --resume {folder}"
+
+
+def _print_failure(summary: FailureSummary, folder: Path, kept: Path | None) -> None:
+    console, known = SafeConsole(stderr=True, soft_wrap=True), secret_values(os.environ)
+
+    def shown(text: str) -> str:
+        return escape(redact_text(text, known))
+
     console.print(f"[bold red]error[/] {shown(summary.headline)}")
     width = max((len(label) for label, _ in summary.details), default=0)
     for label, value in summary.details:
         console.print(f"  [bold]{label:<{width}}[/]  {shown(value)}")
     for line in ["", *summary.lines, ""] if summary.lines else []:
         console.print(f"    {shown(line)}".rstrip())
-    if isinstance(error, NotStarted) and error.kept is not None:
-        console.print(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(error.kept))}")
-        folder = error.kept
+    if kept is not None:
+        console.print(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(kept))}")
+        folder = kept
     elif (folder / INDEX_FILE).is_file():
-        console.print(f"resume with: lockstep train --resume {escape(str(folder))}")
+        console.print(f"resume with: {escape(_resume_command(folder))}")
     if folder.is_dir():
         console.print(f"[dim]full logs: {escape(str(folder))}/logs[/]")
 
 
-def show_interruption(folder: Path) -> None:
-    """Prints, after Ctrl-C, how to resume."""
-    console = SafeConsole(stderr=True, soft_wrap=True)
-    console.print(f"resume with: lockstep train --resume {escape(str(folder))}")
+def show_interruption(folder: Path, events: EventLog | None = None) -> None:
+    """Prints, after Ctrl-C, how to resume; or writes it as an event."""
+    command = _resume_command(folder)
+    if events is not None:
+        events.write("interrupted", f"resume with: {command}", "warning", resume=command)
+        return
+    SafeConsole(stderr=True, soft_wrap=True).print(f"resume with: {escape(command)}")
 
 
 def describe_failure(error: BaseException) -> FailureSummary:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -11,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, require_extra, show_refusal
+from lockstep.base.text import format_duration
+from lockstep.cli.terminal import (
+    FAILED,
+    INTERRUPTED,
+    REFUSED,
+    LogFormatOption,
+    require_extra,
+    show_progress,
+    show_refusal,
+)
+from lockstep.report.json_console import LINE_S, EventLog, LogFormat, open_event_log
 
 if TYPE_CHECKING:
     from lockstep.data.samples import Group
@@ -81,6 +92,7 @@ def command(
     engine: Annotated[EngineKind | None, typer.Option(help="The run's engine when absent.")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object per completion.")] = False,
     output: Output = None,
+    log_format: LogFormatOption = LogFormat.text,
 ) -> None:
     """Complete prompts with the model of a run, or with any other.
 
@@ -92,7 +104,8 @@ def command(
 
         lockstep generate runs/sort-grpo --dataset evaluation --limit 8 --step best --json
     """
-    require_extra("train", "lockstep generate")
+    events = open_event_log(log_format, "generate")
+    require_extra("train", "lockstep generate", events)
     from lockstep.run.trained_models.generation import PromptChoice, completion_record, generate
 
     if sum((bool(prompts), file is not None, dataset is not None)) > 1:
@@ -108,15 +121,15 @@ def command(
     sampling = sampling_choice(n, seed, temperature, top_p, top_k, min_p, max_tokens, stop)
     overrides = engine_overrides(engine)
     target = output.absolute() if output is not None else None
-    label, groups = run_or_exit(lambda status: generate(model, step, chosen, sampling, overrides, status))
+    label, groups = run_or_exit(lambda status: generate(model, step, chosen, sampling, overrides, status), events)
     records = [completion_record(group, k) for group in groups for k in range(n)]
     if target is not None:
-        write_records(target, records)
+        write_records(target, records, events)
     if json_lines:
         for each in records:
             typer.echo(json.dumps(each))
     else:
-        _print_completions(label, groups)
+        _print_completions(label, groups, events)
 
 
 def sampling_choice(
@@ -144,7 +157,7 @@ def engine_overrides(engine: EngineKind | None) -> list[str]:
     return [] if engine is None else [f"rollout.engine={{kind: {engine.value}}}"]
 
 
-def run_or_exit(work: Callable[[Callable[[str], None]], T]) -> T:
+def run_or_exit(work: Callable[[Callable[[str], None]], T], events: EventLog | None = None) -> T:
     """Does the work while it shows what is waited for. If it is refused, fails or is interrupted, says why and exits
     with the code for that."""
     from lockstep.base.wait_state import WaitTimeout
@@ -158,48 +171,58 @@ def run_or_exit(work: Callable[[Callable[[str], None]], T]) -> T:
     from lockstep.watch.agent.agent_client import AgentError
 
     try:
-        with _status_line() as status:
+        with _status_line(events) as status:
             return work(status)
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
     except (RemoteError, WorkerDied, WaitTimeout, AgentError, RewardError, EnvironmentFailed) as error:
-        show_failure(error, Path(os.devnull))  # no run that could be resumed
+        show_failure(error, Path(os.devnull), events)  # no run that could be resumed
         raise typer.Exit(FAILED) from error
     except (RunRefused, LedgerError, CheckpointError, ValueError, OSError) as error:
-        show_refusal(error)
+        show_refusal(error, events)
         raise typer.Exit(REFUSED) from error
 
 
 @contextmanager
-def _status_line() -> Iterator[Callable[[str], None]]:
-    """Shows a text on the last line of a terminal, on standard error."""
+def _status_line(events: EventLog | None) -> Iterator[Callable[[str], None]]:
+    """Shows a text on the last line of a terminal, on standard error. A file, a pipe or a log of events gets a line
+    every ten seconds."""
     from rich.markup import escape
 
     from lockstep.report.safe_console import SafeConsole
 
-    console = SafeConsole(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
+    console = SafeConsole(stderr=True, soft_wrap=True)
+    if events is not None or not console.is_terminal or console.is_dumb_terminal:
+        began = printed_at = time.monotonic()
+
+        def show_rarely(text: str) -> None:
+            nonlocal printed_at
+            now = time.monotonic()
+            if now - printed_at >= LINE_S:
+                printed_at = now
+                show_progress(f"{text or 'working'}, {format_duration(now - began)} so far", events)
+
+        yield show_rarely
         return
     with console.status("starting") as line:
         yield lambda text: line.update(escape(text or "working"))
 
 
-def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
+def write_records(path: Path, records: Iterable[dict[str, Any]], events: EventLog | None = None) -> None:
     """Writes one JSON object per line. Exits if the file cannot be written."""
     try:
         path.write_text("".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in records), encoding="utf-8")
     except OSError as error:
-        show_refusal(error)
+        show_refusal(error, events)
         raise typer.Exit(FAILED) from error
 
 
-def _print_completions(label: str, groups: "Sequence[Group]") -> None:
+def _print_completions(label: str, groups: "Sequence[Group]", events: EventLog | None) -> None:
     from rich.markup import escape
 
     from lockstep.report.safe_console import SafeConsole
 
-    SafeConsole(stderr=True, soft_wrap=True).print(f"[dim]{escape(label)}[/]")
+    show_progress(label, events)
     console = SafeConsole(soft_wrap=True)
     for group in groups:
         console.print(f"[bold]{escape(group.prompt.text)}[/]")

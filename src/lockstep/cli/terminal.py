@@ -14,12 +14,13 @@ import sys
 import time
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import count_noun, format_duration
+from lockstep.report.json_console import LINE_S, EventLog, LogFormat
 
 FAILED, REFUSED, PARTIAL, INTERRUPTED = 1, 2, 3, 130
 
@@ -37,8 +38,13 @@ _MODULES = {
 
 _QUIET_S = 1.0
 """Nothing is shown before: most jobs are read in less time."""
-_LINE_S = 10.0
-"""Seconds between two lines, where standard error is no terminal."""
+
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(
+        "--log-format", help="Progress, notes and errors as text, or as one JSON object per line (docs/console.md)."
+    ),
+]
 
 
 def _shown(text: str) -> str:
@@ -48,11 +54,16 @@ def _shown(text: str) -> str:
     return escape(redact_text(text, secret_values(os.environ)))
 
 
-def show_refusal(error: Exception) -> None:
-    """Prints on standard error why nothing was started, one problem per line."""
+def show_refusal(error: Exception, events: EventLog | None = None) -> None:
+    """Prints on standard error why nothing was started, one problem per line; or writes it as an event."""
     from lockstep.config.errors import ConfigError
     from lockstep.report.safe_console import SafeConsole
 
+    if events is not None:
+        problems = error.problems if isinstance(error, ConfigError) else ()
+        rows = [{"field": each.field, "message": each.message, "hint": each.hint} for each in problems]
+        events.write("refused", str(error), "error", problems=rows or None)
+        return
     console = SafeConsole(stderr=True, soft_wrap=True)
     if isinstance(error, ConfigError):
         console.print(f"[bold red]refused[/] {_shown(error.source)}")
@@ -72,21 +83,28 @@ def print_text(text: str) -> None:
     SafeConsole(soft_wrap=True).print(text, markup=False)
 
 
-def show_note(text: str) -> None:
-    """Prints a note on standard error."""
+def show_note(text: str, events: EventLog | None = None) -> None:
+    """Prints a note on standard error, or writes it as an event."""
     from lockstep.report.safe_console import SafeConsole
 
+    if events is not None:
+        events.write("note", text)
+        return
     SafeConsole(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_shown(text)}")
 
 
-def show_progress(text: str) -> None:
-    """Prints what a command does now on standard error, for people who would otherwise see nothing for seconds."""
+def show_progress(text: str, events: EventLog | None = None) -> None:
+    """Prints what a command does now on standard error, for people who would otherwise see nothing for seconds; or
+    writes it as an event."""
     from lockstep.report.safe_console import SafeConsole
 
+    if events is not None:
+        events.write("progress", text)
+        return
     SafeConsole(stderr=True, soft_wrap=True).print(f"[dim]{_shown(text)}[/]")
 
 
-def require_extra(extra: str, command: str) -> None:
+def require_extra(extra: str, command: str, events: EventLog | None = None) -> None:
     """Exits with a hint to install an extra of the distribution if one of its modules is missing.
 
     Args:
@@ -95,7 +113,7 @@ def require_extra(extra: str, command: str) -> None:
     missing = next((name for name in _MODULES[extra] if find_spec(name) is None), None)
     if missing is not None:
         text = f"{command} needs {missing}, which is not installed: pip install 'lockstep-rl[{extra}]'"
-        show_refusal(ModuleNotFoundError(text))
+        show_refusal(ModuleNotFoundError(text), events)
         raise typer.Exit(REFUSED)
 
 
@@ -126,7 +144,7 @@ class ReadingProgress:
                 self._open_bar(files)
             if self._bar is not None:
                 self._bar.update(self._task, completed=done, description=f"reading logs, {size / 1e6:,.0f} MB")
-        elif now - self._shown >= _LINE_S and done < files:
+        elif now - self._shown >= LINE_S and done < files:
             self._shown = now
             took = format_duration(now - self._began)
             sys.stderr.write(f"read {done:,} of {count_noun(files, 'file')}, {size / 1e6:,.0f} MB, in {took}\n")

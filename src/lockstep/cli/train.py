@@ -7,7 +7,8 @@ import typer
 
 from lockstep.base.text import count_noun
 from lockstep.cli import OWN_PROCESS
-from lockstep.cli.terminal import REFUSED, require_extra, show_progress, show_refusal
+from lockstep.cli.terminal import REFUSED, LogFormatOption, require_extra, show_progress, show_refusal
+from lockstep.report.json_console import LogFormat, open_event_log
 
 if TYPE_CHECKING:
     from lockstep.config.run_config import RunConfig
@@ -49,6 +50,7 @@ def command(
             help="Submit the run as a job to the Ray cluster with this dashboard address, and follow it.",
         ),
     ] = None,
+    log_format: LogFormatOption = LogFormat.text,
 ) -> None:
     """Train a model as configured in the file: SFT, DPO, reward models, GRPO, PPO, online DPO, ...
 
@@ -71,22 +73,22 @@ def command(
         raise typer.BadParameter("cannot be combined with --dry-run, which starts nothing", param_hint="--submit")
     if parent is not None and (resume is not None or submit is not None):
         raise typer.BadParameter("cannot be combined with --resume or --submit", param_hint="--from")
-    values = list(overrides or [])
+    values, events = list(overrides or []), open_event_log(log_format, "submit" if submit else "controller")
     if (resume is not None or parent is not None) and file is not None and "=" in file:
         values.insert(0, file)
         file = None
     try:
         config = load_config(Path(file), values) if file is not None else None
     except ConfigError as error:
-        show_refusal(error)
+        show_refusal(error, events)
         raise typer.Exit(REFUSED) from error
-    require_extra("train", "lockstep train")
+    require_extra("train", "lockstep train", events)
     if submit is not None:
         from lockstep.cli.train_submit import submit_run
 
-        raise typer.Exit(submit_run(submit, config, resume, values))
+        raise typer.Exit(submit_run(submit, config, resume, values, events))
     if not dry_run and (config is None or config.report.console):
-        show_progress(f"{_described(config, resume, parent)}: loading libraries")
+        show_progress(f"{_described(config, resume, parent)}: loading libraries", events)
     agent = None
     chosen = _stored_config(resume, values) if config is None and resume is not None else config
     if chosen is not None and not dry_run and context.obj == OWN_PROCESS:
@@ -100,7 +102,7 @@ def command(
         from lockstep.report.safe_console import SafeConsole
 
         raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus, parent))
-    raise typer.Exit(run_training(config, resume, values, agent, parent))
+    raise typer.Exit(run_training(config, resume, values, agent, parent, events))
 
 
 def _stored_config(run: Path, overrides: list[str]) -> "RunConfig | None":

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from lockstep.base.text import count_noun
 from lockstep.cli.failure_message import show_failure, show_interruption
 from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_progress, show_refusal
 from lockstep.cluster.placement.assignment import group_alike
@@ -20,6 +21,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.models.model_facts import ModelFacts
 from lockstep.recipes import train
+from lockstep.report.json_console import EventLog
 from lockstep.report.safe_console import SafeConsole
 from lockstep.run.errors import Interrupted, RunFinished, RunRefused
 from lockstep.run.planning.parent_run import parent_config, split_parent
@@ -30,6 +32,7 @@ from lockstep.watch.agent.prepared_agent import PreparedAgent
 
 Config = RunConfig | None
 PlanOrRun = TypeVar("PlanOrRun", PreparedRun, DryRun)
+_PLACEMENT_COLUMNS = "node", "address", "processes", "CPUs", "GPUs"
 
 
 def run_training(
@@ -38,44 +41,50 @@ def run_training(
     overrides: Sequence[str],
     agent: PreparedAgent | None = None,
     parent: str | None = None,
+    events: EventLog | None = None,
 ) -> int:
     """Runs the training and returns the exit code. A resumed run continues in the folder in which it began.
 
     Args:
         agent: a process that waits to become the agent of a run on this host.
+        events: where to report as JSON; text is printed if None.
     """
     if config is None or config.report.console:
-        show_progress("checking model, data and rewards")
+        show_progress("checking model, data and rewards", events)
     with ExitStack() as stack:
 
         def prepare() -> PreparedRun:
-            run, found, place = _start_point(stack, config, resume, overrides, parent)
+            run, found, place = _start_point(stack, config, resume, overrides, parent, events)
             return prepare_run(found, run, overrides, parent=place)
 
-        prepared = _prepare_or_exit_code(prepare)
+        prepared = _prepare_or_exit_code(prepare, events)
         if isinstance(prepared, int):
             if agent is not None:
                 agent.discard()
             return prepared
-        prepared.agent = agent
+        prepared.agent, prepared.events = agent, events
         return _train_prepared(prepared)
 
 
 def _train_prepared(prepared: PreparedRun) -> int:
-    if prepared.plan.assignment is not None:
+    events, assignment = prepared.events, prepared.plan.assignment
+    if assignment is not None and events is None:
         SafeConsole(stderr=True).print(_placement_table(prepared.plan, prepared.config.placement))
+    elif assignment is not None and events is not None:
+        rows = [dict(zip(_PLACEMENT_COLUMNS, row, strict=True)) for row in assignment.rows()]
+        events.write("placement", f"placement on {count_noun(len(rows), 'node')}", nodes=rows)
     if prepared.config.report.console:
-        show_progress(f"starting {abbreviate_names([each.name for each in prepared.plan.processes])}")
+        show_progress(f"starting {abbreviate_names([each.name for each in prepared.plan.processes])}", events)
     try:
         train(prepared)
     except RunRefused as error:
-        show_refusal(error)
+        show_refusal(error, events)
         return REFUSED
     except (Interrupted, KeyboardInterrupt):
-        show_interruption(prepared.folder)
+        show_interruption(prepared.folder, events)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  # the outermost frame shows every failure and sets the exit code
-        show_failure(error, prepared.folder)
+        show_failure(error, prepared.folder, events)
         return FAILED
     return 0
 
@@ -116,7 +125,12 @@ def show_plan(
 
 
 def _start_point(
-    stack: ExitStack, config: Config, resume: Path | None, overrides: Sequence[str], parent: str | None
+    stack: ExitStack,
+    config: Config,
+    resume: Path | None,
+    overrides: Sequence[str],
+    parent: str | None,
+    events: EventLog | None = None,
 ) -> tuple[Path | None, Config, str | None]:
     """Returns the run to resume, the config, and the checkpoint of another run to start from. A run that takes its
     config from another run, or from its own past, continues in that run's working folder."""
@@ -126,33 +140,33 @@ def _start_point(
         place = f"{run}@{step}"
         if config is None:
             config = check_config(apply_overrides(parent_config(run), overrides), source=str(run))
-            _enter_working_folder(stack, run)
-    return (None if resume is None else _enter_working_folder(stack, resume)), config, place
+            _enter_working_folder(stack, run, events)
+    return (None if resume is None else _enter_working_folder(stack, resume, events)), config, place
 
 
-def _enter_working_folder(stack: ExitStack, run: Path) -> Path:
+def _enter_working_folder(stack: ExitStack, run: Path, events: EventLog | None) -> Path:
     """Changes to the folder in which a run began; returns the run's folder from there."""
     before = Path.cwd()
     found = stack.enter_context(in_working_folder(run))
     if Path.cwd() != before:
-        show_note(f"relative paths in the config refer to {Path.cwd()}, where the run began")
+        show_note(f"relative paths in the config refer to {Path.cwd()}, where the run began", events)
     return found
 
 
-def _prepare_or_exit_code(prepare: Callable[[], PlanOrRun]) -> PlanOrRun | int:
+def _prepare_or_exit_code(prepare: Callable[[], PlanOrRun], events: EventLog | None = None) -> PlanOrRun | int:
     """Prepares the run and shows its notes; if nothing can be started, says why and returns the exit code."""
     try:
         found = prepare()
     except RunFinished as done:
-        show_note(str(done))
+        show_note(str(done), events)
         return 0
     except (RunRefused, LedgerError, ValueError, OSError) as error:
-        show_refusal(error)
+        show_refusal(error, events)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     for note in found.notes:
-        show_note(note)
+        show_note(note, events)
     return found
 
 
@@ -185,7 +199,7 @@ def _placement_table(plan: RunPlan, placement: PlacementConfig) -> Table:
     """The node of each process, or the bundles to reserve when the nodes are not known."""
     if plan.assignment is not None:
         table = Table(title="placement", title_justify="left", box=None, pad_edge=False)
-        for column in ("node", "address", "processes", "CPUs", "GPUs"):
+        for column in _PLACEMENT_COLUMNS:
             table.add_column(column)
         for row in plan.assignment.rows():
             table.add_row(*row)

@@ -14,35 +14,44 @@ from lockstep.cluster.ray.ray_jobs import RayJob, RayJobResult, SubmissionError,
 from lockstep.cluster.worker_environment import ForwardedEnvironment, forward_environment, without_secrets
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.run_config import RunConfig
+from lockstep.report.json_console import EventLog, LogFormat
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.ray_package import CONFIG_FILE, build_ray_package
 
 _WHY_NO_PYTHONPATH = "it lists folders of this host"
 
 
-def submit_run(address: str, config: RunConfig | None, resume: Path | None, overrides: Sequence[str]) -> int:
+def submit_run(
+    address: str,
+    config: RunConfig | None,
+    resume: Path | None,
+    overrides: Sequence[str],
+    events: EventLog | None = None,
+) -> int:
     """Submits the run, follows its log and returns its exit code.
 
     Ctrl-C stops following; the job continues, as with `ray job submit`.
     """
     requested: list[RayJob] = []
     try:
-        job = _submit_job(address, config, resume, overrides, requested.append)
+        job = _submit_job(address, config, resume, overrides, requested.append, events)
     except KeyboardInterrupt:
         for job in requested[-1:]:
-            show_note(f"job {job.id} may have been submitted. Follow it: {job.follow_again()}; stop it: {job.stop()}")
+            show_note(
+                f"job {job.id} may have been submitted. Follow it: {job.follow_again()}; stop it: {job.stop()}", events
+            )
         return INTERRUPTED
     except (RunRefused, SubmissionError, OSError) as error:
-        show_refusal(error)
+        show_refusal(error, events)
         return REFUSED
-    show_note(f"submitted job {job.id} to {job.address}")
+    show_note(f"submitted job {job.id} to {job.address}", events)
     try:
-        return _exit_code(follow_job(job, _write_log))
+        return _exit_code(follow_job(job, _write_log), events)
     except KeyboardInterrupt:
-        show_note(f"the job continues. Follow it: {job.follow_again()}; stop it: {job.stop()}")
+        show_note(f"the job continues. Follow it: {job.follow_again()}; stop it: {job.stop()}", events)
         return INTERRUPTED
     except SubmissionError as error:
-        show_note(f"lost contact with the job: {error}. Follow it again: {job.follow_again()}")
+        show_note(f"lost contact with the job: {error}. Follow it again: {job.follow_again()}", events)
         return FAILED
 
 
@@ -52,23 +61,25 @@ def _submit_job(
     resume: Path | None,
     overrides: Sequence[str],
     on_request: Callable[[RayJob], None],
+    events: EventLog | None,
 ) -> RayJob:
+    options = [] if events is None else ["--log-format", LogFormat.json.value]
     if resume is not None and not resume.is_absolute():
         raise RunRefused(f"--resume {resume} must be the absolute path of the run folder on the cluster")
     if config is None:
         if resume is None:
             raise RunRefused("nothing to submit: give FILE.yaml or --resume RUN")
         _refuse_secrets(overrides)
-        words = ["python", "-m", "lockstep", "train", "--resume", str(resume), *overrides]
+        words = ["python", "-m", "lockstep", "train", "--resume", str(resume), *options, *overrides]
         return submit_job(address, resume.name, shlex.join(words), None, {}, on_request)
-    config = _require_ray(config)
+    config = _require_ray(config, events)
     assert isinstance(config.cluster, RayClusterConfig)
     forwarded = _job_environment(config.cluster)
-    _show_forwarded(forwarded)
+    _show_forwarded(forwarded, events)
     with scratch_dir("lockstep-submit-") as folder:
         package = build_ray_package(config, folder)
         if package.absolute_paths:
-            show_note(f"not uploaded, so these must exist on the cluster: {', '.join(package.absolute_paths)}")
+            show_note(f"not uploaded, so these must exist on the cluster: {', '.join(package.absolute_paths)}", events)
         words = [
             "python",
             "-m",
@@ -76,6 +87,7 @@ def _submit_job(
             "train",
             CONFIG_FILE,
             *(["--resume", str(resume)] if resume is not None else []),
+            *options,
         ]
         return submit_job(address, config.name, shlex.join(words), package.folder, forwarded.values, on_request)
 
@@ -91,12 +103,12 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
             )
 
 
-def _require_ray(config: RunConfig) -> RunConfig:
+def _require_ray(config: RunConfig, events: EventLog | None) -> RunConfig:
     if config.cluster.kind == "ray":
         return config
     if "cluster" in config.model_fields_set:
         raise RunRefused("--submit runs on a Ray cluster, but cluster.kind is local: set cluster=ray")
-    show_note("using cluster=ray: the run is submitted to a Ray cluster, and its config names no cluster")
+    show_note("using cluster=ray: the run is submitted to a Ray cluster, and its config names no cluster", events)
     return config.model_copy(update={"cluster": RayClusterConfig()})
 
 
@@ -109,11 +121,11 @@ def _job_environment(cluster: RayClusterConfig) -> ForwardedEnvironment:
     return ForwardedEnvironment(values, given.kept_back | {"PYTHONPATH": _WHY_NO_PYTHONPATH})
 
 
-def _show_forwarded(given: ForwardedEnvironment) -> None:
+def _show_forwarded(given: ForwardedEnvironment, events: EventLog | None) -> None:
     if given.values:
-        show_note(f"forwarding these variables of this shell: {', '.join(given.values)}")
+        show_note(f"forwarding these variables of this shell: {', '.join(given.values)}", events)
     for name, why in given.kept_back.items():
-        show_note(f"not forwarding {name}: {why}")
+        show_note(f"not forwarding {name}: {why}", events)
 
 
 def _write_log(text: str) -> None:
@@ -121,12 +133,12 @@ def _write_log(text: str) -> None:
     sys.stdout.flush()
 
 
-def _exit_code(ended: RayJobResult) -> int:
+def _exit_code(ended: RayJobResult, events: EventLog | None) -> int:
     if ended.status == "STOPPED":
-        show_note("the job was stopped")
+        show_note("the job was stopped", events)
         return INTERRUPTED
     if ended.status == "FAILED":
         why = ended.message.partition(", last available logs")[0]  # the log was already shown
-        show_note(f"the job failed: {' '.join(why.split())[:500]}")
+        show_note(f"the job failed: {' '.join(why.split())[:500]}", events)
         return ended.exit_code if ended.exit_code is not None and ended.exit_code > 0 else FAILED
     return 0

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from lockstep.cli.terminal import show_refusal
+from lockstep.cli.terminal import LogFormatOption, show_refusal
+from lockstep.report.json_console import EventLog, LogFormat, open_event_log
 from lockstep.report.safe_console import SafeConsole
 from lockstep.report.warning_handler import WarningHandler
 
@@ -56,6 +57,7 @@ def command(
         bool, typer.Option("--tls", help="With --supervisor: encrypt the connections. Give it on every node.")
     ] = False,
     node: Annotated[str, typer.Option(help="Name of this host in verdicts; its host name by default.")] = "",
+    log_format: LogFormatOption = LogFormat.text,
 ) -> None:
     """Run any training command (torchrun, accelerate, mpirun, python) and report which process blocks it.
 
@@ -67,18 +69,24 @@ def command(
     from lockstep.watch.supervisor.multi_node import SupervisorEndpoint
     from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
-    console = SafeConsole(stderr=True, soft_wrap=True)
-
+    console, events = SafeConsole(stderr=True, soft_wrap=True), open_event_log(log_format, "watch")
     shown: set[str] = set()
 
     def show_event(event: SupervisorEvent) -> None:
-        console.print(_verdict_line(event))
+        if events is not None:
+            _write_verdict(events, event)
+        else:
+            console.print(_verdict_line(event))
         if event.incident is not None and event.incident not in shown:
             shown.add(event.incident)
-            _show_environment_findings(console, Path(event.incident))
+            if text := _environment_findings(Path(event.incident)):
+                show_problem(f"environment: {text}")
 
     def show_problem(text: str) -> None:
-        console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
+        if events is not None:
+            events.write("warning", text, "warning")
+        else:
+            console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
 
     logging.getLogger().addHandler(WarningHandler(show_problem))
 
@@ -88,23 +96,32 @@ def command(
         if incidents.is_symlink() or incidents.exists():
             make_incident_root(incidents)  # another user may have made it
     except (ValueError, OSError) as error:
-        show_refusal(error)
+        show_refusal(error, events)
         raise typer.Exit(2) from None
     name, file = Path(words[0]).name, None if communication is None else communication.absolute()
     watched = WatchedCommand(words, incidents, on_stall.value, thresholds, name, node, endpoint, file)
     try:
         code = run_watched(watched, show_event, show_problem)
     except CommandNotStarted as error:
-        show_refusal(error)
+        show_refusal(error, events)
         raise typer.Exit(error.code) from None
     raise typer.Exit(code)
 
 
-def _show_environment_findings(console: SafeConsole, incident: Path) -> None:
+def _environment_findings(incident: Path) -> str:
     from lockstep.doctor.environment.incident_environment import findings_sentence, write_incident_findings
 
-    if text := findings_sentence(write_incident_findings(incident)):
-        console.print(f"[yellow]lockstep watch:[/] environment: {escape(text)}")
+    return findings_sentence(write_incident_findings(incident))
+
+
+def _write_verdict(events: EventLog, event: "SupervisorEvent") -> None:
+    withdrawn = event.change == "withdrawn"
+    level = "info" if withdrawn else "warning" if event.level == "notice" else "error"
+    message = f"recovered: {event.headline}" if withdrawn else f"{event.level}: {event.headline}"
+    events.write(
+        "verdict", message, level, number=event.number, change=event.change, verdict_level=event.level,
+        kind=event.verdict["kind"], culprits=list(event.who), seconds=round(event.since_s, 3), incident=event.incident,
+    )  # fmt: skip
 
 
 def _verdict_line(event: "SupervisorEvent") -> str:

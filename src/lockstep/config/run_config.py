@@ -108,9 +108,12 @@ class ReportConfig(Section):
     """What a run shows and writes about itself."""
 
     console: bool = True
+    lines_every: int = Field(10, ge=1)
+    """Steps between two lines on a terminal, where a live line shows every step (docs/console.md)."""
+    lines_every_s: float = Field(10.0, ge=0)
+    """Fewest seconds between the lines of two steps in files and pipes; 0 prints one for every step."""
     samples_every: int = Field(20, ge=0)
-    """Steps between samples of completions, with their rewards, on the console, in the report and in trackers. Those of
-    the first and the last step are shown too. 0 shows none."""
+    """Steps between samples of completions in console, report and trackers, besides the first and last; 0: none."""
     samples_shown: int = Field(2, gt=0)
     """Completions of such a step that are shown, from the best to the worst."""
     tensorboard: bool = True
@@ -120,8 +123,7 @@ class ReportConfig(Section):
 
 
 DataKind = Literal["documents", "prompts", "pairs", "labelled"]
-"""What a recipe reads its data as: documents to train on, prompts to complete, pairs of completions to compare, or
-completions labelled as desirable or not."""
+"""What a recipe reads its data as: documents, prompts, pairs of completions, or completions labelled as desirable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,8 +401,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_held_out_rows(self) -> Self:
-        """Raises ValueError if evaluation uses rows of the training data. A task's row depends on seed + index, so
-        tasks with close seeds share most of their rows."""
+        """Raises ValueError if evaluation uses rows of the training data: tasks with close seeds share most of them."""
         if self.evaluation is None:
             return self
         for data in self.data.sources:

@@ -1,4 +1,4 @@
-"""Prints the progress of a run: a live block on a terminal, plain lines elsewhere."""
+"""Prints the progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -6,25 +6,24 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
-from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from lockstep.base.text import count_noun, format_duration
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.report.completion_samples import sample_text
+from lockstep.report.json_console import LINE_S, WAIT_S
 from lockstep.report.safe_console import SafeConsole
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
 
 _BARS = "▁▂▃▄▅▆▇█"
-REPORT_AFTER_S = 2.0
-"""Without a live block, the wait of a stage is printed after this many seconds, then at doubling intervals."""
+_BAR_CELLS = 16
+_BAR_FROM_WIDTH = 60
+"""Narrower terminals show no bar: its place is for words."""
 
 SAMPLE_CHARS = 240
 """The most characters of each text of a sample."""
@@ -41,10 +40,30 @@ class StageActivity:
     """What the controller waits for, why and for how long; empty if it does not wait."""
 
 
+class RunConsole(Protocol):
+    """Where a run reports what it does: as text (`LiveConsole`) or as JSON (`JsonConsole`)."""
+
+    def start(self, first: int = 0) -> None: ...
+    def stage(self, name: str) -> None: ...
+    def show_wait(self, text: str) -> None: ...
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def evaluation(self, done: int, metrics: Mapping[str, float]) -> None: ...
+    def samples(self, done: int, samples: Sequence[CompletionSample]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def warning(self, text: str) -> None: ...
+    def finish(self, reason: str, report: Path | None = None, incidents: str = "") -> None: ...
+    def close(self) -> None: ...
+
+
 class LiveConsole:
     """The console of a run. Only the controller's thread calls it; rich's refresh thread only reads its state.
 
-    `quiet` prints only warnings and the last line. `activity` is called at every refresh (4 per second).
+    Args:
+        quiet: print only warnings and the last line.
+        lines_every: on a terminal, where a live line shows each step: the number of steps between lines that stay.
+        lines_every_s: elsewhere: the fewest seconds between the lines of two steps. The first and the last step have
+            a line in any case.
+        activity: called at every refresh of the live line (4 per second).
     """
 
     def __init__(
@@ -54,12 +73,16 @@ class LiveConsole:
         steps: int,
         *,
         quiet: bool = False,
+        lines_every: int = 10,
+        lines_every_s: float = LINE_S,
         stream: TextIO | None = None,
         terminal: bool | None = None,
         activity: Callable[[], StageActivity] | None = None,
     ) -> None:
         self._rich = SafeConsole(stream or sys.stderr, force_terminal=terminal)
         self._name, self._folder, self._steps, self._quiet = name, folder, steps, quiet
+        self._lines_every, self._lines_every_s = lines_every, lines_every_s
+        self._has_live_line = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._activity = activity
         self._live: Live | None = None
         self._stage, self._stage_began, self._began = "", time.monotonic(), time.monotonic()
@@ -69,7 +92,9 @@ class LiveConsole:
         self._evaluated: list[tuple[int, float]] = []
         self._reported = StageActivity()
         self._wait = ""
-        self._report_after_s = REPORT_AFTER_S
+        self._report_after_s = WAIT_S
+        self._printed, self._printed_at = -1, 0.0
+        """The number of steps in the last line of a step, and when it was printed."""
         self._began_steps = False
 
     def __enter__(self) -> "LiveConsole":
@@ -92,7 +117,7 @@ class LiveConsole:
     def stage(self, name: str) -> None:
         """Begins a stage of the step; "" between stages."""
         self._stage, self._stage_began, self._reported = name, time.monotonic(), StageActivity()
-        self._wait, self._report_after_s = "", REPORT_AFTER_S
+        self._wait, self._report_after_s = "", WAIT_S
 
     def show_wait(self, text: str) -> None:
         """Shows what the run waits for, "" if nothing: one refreshed line on a terminal, rare lines elsewhere.
@@ -103,7 +128,7 @@ class LiveConsole:
         since_s = time.monotonic() - self._stage_began
         if self._quiet or not text:
             return
-        if self._rich.is_terminal:
+        if self._has_live_line:
             self._open()
         elif since_s >= self._report_after_s:
             self._report_after_s = 2 * since_s
@@ -119,8 +144,8 @@ class LiveConsole:
         self._metrics = dict(metrics)
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        if not self._quiet and self._live is None:
-            self._print(escape(self._line()))
+        if not self._quiet and self._line_is_due():
+            self._print_step()
 
     def evaluation(self, done: int, metrics: Mapping[str, float]) -> None:
         """Prints an evaluation of the weights after `done` steps."""
@@ -152,6 +177,8 @@ class LiveConsole:
     def finish(self, reason: str, report: Path | None = None, incidents: str = "") -> None:
         """Prints the last line: how the run ended, its incidents, and where its files are."""
         self.close()
+        if not self._quiet and self._first < self._done != self._printed:
+            self._print_step()
         exact = ""
         if self._evaluated:
             first = f"{format_number(self._evaluated[0][1])} → " if len(self._evaluated) > 1 else ""
@@ -166,13 +193,13 @@ class LiveConsole:
         )
 
     def close(self) -> None:
-        """Removes the live block from the terminal. Idempotent."""
+        """Removes the live line from the terminal. Idempotent."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
 
     def _open(self) -> None:
-        if self._live is None and self._rich.is_terminal:
+        if self._live is None and self._has_live_line:
             self._live = Live(
                 get_renderable=self.render,
                 console=self._rich,
@@ -182,30 +209,49 @@ class LiveConsole:
             )
             self._live.start()
 
-    def render(self) -> RenderableType:
-        """The live block."""
+    def render(self) -> Text:
+        """The live line, cut at the width of the terminal: steps, time left, the stage, what the run waits for, and
+        the newest metrics."""
         activity = self._activity() if self._activity is not None else self._reported
-        head = Table.grid(padding=(0, 1), expand=False)
-        head.add_row(
-            Text(f"step {self._done}/{self._steps}", style="bold"),
-            ProgressBar(total=max(self._steps, 1), completed=self._done, width=30),
-            Text(self._remaining(), style="dim"),
-        )
-        lines: list[RenderableType] = [head] if self._began_steps else []
-        if self._metrics or self._evaluated:
-            lines.append(self._numbers())
+        parts = list[Text]()
+        if self._began_steps:
+            head = Text(f"step {self._done}/{self._steps}", style="bold")
+            if self._rich.width >= _BAR_FROM_WIDTH:
+                head.append(" ").append_text(self._bar())
+            parts.append(head.append(f" {self._remaining()}", style="not bold dim"))
         if self._stage:
-            lines.append(self._stage_line(activity))
-        waiting = self._wait or activity.waiting
-        if waiting:
-            lines.append(Text(f"waits: {waiting}", style="yellow", overflow="ellipsis", no_wrap=True))
-        return Group(*lines)
+            parts.append(self._stage_text(activity))
+        if waiting := self._wait or activity.waiting:
+            parts.append(Text(f"waits for {waiting}", style="yellow"))
+        if self._metrics or self._evaluated:
+            parts.append(self._numbers())
+        line = Text("  ").join(parts)
+        line.plain = " ".join(line.plain.splitlines())  # a name may have line breaks
+        line.truncate(self._rich.width, overflow="ellipsis")
+        return line
 
     def _print(self, markup: str) -> None:
         self._rich.print(markup, soft_wrap=True)
 
+    def _line_is_due(self) -> bool:
+        if self._done in (self._first + 1, self._steps):
+            return True
+        if self._has_live_line:
+            return self._done % self._lines_every == 0
+        return time.monotonic() - self._printed_at >= self._lines_every_s
+
+    def _print_step(self) -> None:
+        self._printed, self._printed_at = self._done, time.monotonic()
+        if self._live is not None:
+            self._live.refresh()  # rich repeats the live line as it was
+        self._print(escape(self._line()))
+
+    def _bar(self) -> Text:
+        full = _BAR_CELLS * self._done // max(self._steps, 1)
+        return Text("━" * full, style="green").append("─" * (_BAR_CELLS - full), style="dim")
+
     def _numbers(self) -> Text:
-        text = Text(no_wrap=True, overflow="ellipsis")
+        text = Text()
         evaluated = [(f"exact match after step {done}", format_number(exact)) for done, exact in self._evaluated[-1:]]
         for label, value in [*self._shown(), *evaluated]:
             text.append(f"{label} ", style="dim")
@@ -229,16 +275,11 @@ class LiveConsole:
             found.append(("tokens/s", f"{self._metrics['throughput/tokens_per_s']:,.0f}"))
         return found
 
-    def _stage_line(self, activity: StageActivity) -> RenderableType:
-        line = Table.grid(padding=(0, 1), expand=False)
+    def _stage_text(self, activity: StageActivity) -> Text:
         known = activity.total is not None and activity.total > 0
-        bar = ProgressBar(total=activity.total if known else None, completed=activity.done, width=30, pulse=not known)
-        progress = f"{activity.done:,}/{activity.total:,} {activity.unit}" if known else f"{activity.done or ''}"
+        progress = f" {activity.done:,}/{activity.total:,} {activity.unit}" if known else f" {activity.done or ''}"
         since = format_duration(time.monotonic() - self._stage_began)
-        line.add_row(
-            Text(f"{self._stage:<10}", style="cyan"), bar, Text(f"{progress.strip()} {since}".strip(), style="dim")
-        )
-        return line
+        return Text(self._stage, style="cyan").append(f"{progress.rstrip()} {since}", style="dim")
 
     def _line(self) -> str:
         """Formats a step as one plain line, for logs."""
@@ -280,7 +321,7 @@ _SHOW_WAIT_S = 2.0
 
 
 def beacon_activity(run: str, controller: str = "controller") -> StageActivity:
-    """Reads the latest progress, summed over the processes of its role, and the controller's longest wait."""
+    """Reads the latest progress in the stage, summed over the processes of its role, and the controller's wait."""
     return stage_activity(beacon_table.process_rows(beacon_table.take_snapshot(run)), controller)
 
 
@@ -291,12 +332,14 @@ def stage_activity(rows: list[ProcessRow], controller: str = "controller") -> St
         if row.role == controller and row.waits and row.waits[0].stalled_s >= _SHOW_WAIT_S:
             wait = row.waits[0]
             waiting = f"{wait.waits_for} ({wait.kind}) for {format_duration(wait.since_s)}: {wait.why}"
+    # What has not moved since the stage began belongs to an earlier one.
+    stage_s = max((row.stage_s for row in rows if row.role == controller), default=float("inf"))
     in_progress = [
         (counter.still_s, row.role, counter)
         for row in rows
-        if row.alive
+        if row.alive and row.role != controller
         for counter in row.counters
-        if counter.total is not None and 0 < counter.value < counter.total
+        if counter.total is not None and 0 < counter.value < counter.total and counter.still_s <= stage_s
     ]
     if not in_progress:
         return StageActivity(waiting=waiting)

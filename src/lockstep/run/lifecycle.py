@@ -94,7 +94,7 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
                 config.cluster, prepared.folder, ledger.generation, wanted, config.placement
             )
             name = claim_run_id(prepared.folder, prepared.config.name) if inherited is None else inherited.run
-            reporter = RunReporter(prepared.config, prepared.folder, ledger, name)
+            reporter = RunReporter(prepared.config, prepared.folder, ledger, name, prepared.events)
             stack.callback(reporter.close)
             stack.enter_context(controller_logging(prepared.folder / "logs" / "controller.log", reporter.console))
             run = stack.enter_context(_start_run(prepared, ledger, reporter, interrupt, name, inherited))

@@ -23,7 +23,8 @@ from lockstep.ledger.run_incidents import incidents_of, incidents_summary
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.ledger.step_samples import choose_samples
 from lockstep.report.completion_samples import shortened_sample
-from lockstep.report.live_console import LiveConsole, beacon_activity
+from lockstep.report.json_console import EventLog, JsonConsole
+from lockstep.report.live_console import LiveConsole, RunConsole, beacon_activity
 from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
 from lockstep.report.run_summary import package_versions, write_summary
 from lockstep.report.warning_handler import WarningHandler
@@ -110,18 +111,26 @@ STARTUP_STAGES = ("start", "recovery", "reference")
 
 
 class RunReporter:
-    """Reports what happens in a run to the console and the metric sinks. All of it is in the ledger as well."""
+    """Reports what happens in a run to the console and the metric sinks. All of it is in the ledger as well.
 
-    def __init__(self, config: RunConfig, folder: Path, ledger: Ledger, run_id: str) -> None:
+    Args:
+        events: a console of JSON objects; the console writes text if None.
+    """
+
+    def __init__(
+        self, config: RunConfig, folder: Path, ledger: Ledger, run_id: str, events: EventLog | None = None
+    ) -> None:
         self.config, self.folder, self.ledger = config, folder, ledger
         self.stages = StageTimers()
-        self.console = LiveConsole(
-            config.name,
-            folder,
-            config.steps,
-            quiet=not config.report.console,
-            activity=lambda: beacon_activity(run_id),
-        )
+        name, steps, quiet = config.name, config.steps, not config.report.console
+        self.console: RunConsole = (
+            LiveConsole(
+                name, folder, steps, quiet=quiet, lines_every=config.report.lines_every,
+                lines_every_s=config.report.lines_every_s, activity=lambda: beacon_activity(run_id),
+            )
+            if events is None
+            else JsonConsole(events, name, folder, steps, quiet=quiet)
+        )  # fmt: skip
         self.verdicts = VerdictHandler(self.console, ledger)
         self.worker_activity: Callable[[str], str] = lambda name: ""
         """Describes what the worker of that name is doing."""
@@ -274,7 +283,7 @@ class _RedactingFormatter(logging.Formatter):
 
 
 @contextmanager
-def controller_logging(file: Path, console: LiveConsole) -> Iterator[None]:
+def controller_logging(file: Path, console: RunConsole) -> Iterator[None]:
     """Sends the log of this process to the file and its warnings to the console; the file also gets the final error."""
     make_folder(file.parent)
     to_file = _LogFile(file, delay=True, encoding="utf-8")

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,22 +68,86 @@ def test_quiet_prints_warnings_and_the_last_line():
     assert [line.split(" ")[0] for line in stream.getvalue().splitlines()] == ["engine-0", "interrupted"]
 
 
-def test_the_live_block():
-    console = LiveConsole(
-        "sort", Path("runs/sort"), 20, terminal=True, stream=io.StringIO(),
-        activity=lambda: StageActivity(128, 512, "tokens", "reward-0 (queue) for 12s: scores of step 3"),
-    )  # fmt: skip
+def on_terminal(monkeypatch, width: int, steps: int = 30, **options: object) -> tuple[LiveConsole, io.StringIO]:
+    """A console on a terminal of this width, and what it writes there."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.StringIO()
+    return LiveConsole("sort", Path("runs/sort"), steps, terminal=True, stream=stream, **options), stream
+
+
+def test_the_live_line(monkeypatch):
+    activity = StageActivity(128, 512, "tokens", "reward-0 (queue) for 12s: scores of step 3")
+    console, _ = on_terminal(monkeypatch, 200, activity=lambda: activity)
     console.start()
     for step in range(5):
         console.step(step, METRICS | {"reward/mean": step / 4})
     console.stage("rollout")
-    text = shown(console.render())
+    text = shown(console.render(), 200)
     console.close()
-    assert "step 5/20" in text and "reward 1" in text and "▁▃▅▆█" in text  # half a height rounds to the even one
-    assert "rollout" in text and "128/512 tokens" in text and "waits: reward-0 (queue) for 12s" in text
+    assert text.startswith("step 5/30 ━━──────────────") and " left  rollout 128/512 tokens " in text
+    assert "  waits for reward-0 (queue) for 12s: scores of step 3  reward 1  loss 0.01" in text
+    assert "▁▃▅▆█" in text, "half a height is rounded to the even one"
+    assert len(text.splitlines()) == 1
 
 
-def test_waits_are_printed_rarely_without_a_live_block(monkeypatch):
+@pytest.mark.parametrize("width", [1, 12, 40, 60, 80, 120])
+def test_the_live_line_fits_any_terminal(monkeypatch, width):
+    hostile = "reward\n-0\x1b[2J\u202e 好好好 " * 3
+    console, _ = on_terminal(monkeypatch, width, activity=lambda: StageActivity(1, 2, hostile, hostile))
+    console.start()
+    console.step(0, METRICS)
+    console.stage(hostile)
+    line = console.render()
+    console.close()
+    assert "\n" not in line.plain and line.cell_len <= width
+    assert line.plain.startswith("step 1/30"[: width - 1]) and line.plain.endswith("…")
+
+
+def test_lines_that_stay_on_a_terminal(monkeypatch):
+    console, stream = on_terminal(monkeypatch, 80, lines_every=10)
+    console.start()
+    for step in range(25):
+        console.step(step, METRICS)
+    console.finish("interrupted")
+    steps = [line.split()[1] for line in plain(stream.getvalue()).splitlines() if "[rollout" in line]
+    assert steps == ["1/30", "10/30", "20/30", "25/30"], "the last step that was done has a line"
+
+
+def plain(written: str) -> str:
+    """What is written, without styles and without lines that are erased again."""
+    return re.sub(r"[^\n]*\r\x1b\[2K", "", re.sub(r"\x1b\[[\d;?]*[mhl]", "", written))
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    console, stream = on_terminal(monkeypatch, 80)
+    monkeypatch.setenv("TERM", "dumb")
+    console = LiveConsole("sort", Path("runs/sort"), 3, terminal=True, stream=stream)
+    console.start()
+    console.show_wait("engine-0")
+    for step in range(3):
+        console.step(step, METRICS)
+    console.finish("finished")
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+    assert [line.split()[1] for line in stream.getvalue().splitlines()[1:-1]] == ["1/3", "3/3"]
+
+
+@pytest.mark.parametrize(("every_s", "steps"), [(10.0, [1, 11, 21, 25]), (0.0, list(range(1, 26))), (3.5, None)])
+def test_lines_of_steps_in_a_pipe_are_rare(monkeypatch, every_s, steps):
+    now = [0.0]
+    monkeypatch.setattr("lockstep.report.live_console.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    console = LiveConsole("sort", Path("runs/sort"), 30, stream=stream, terminal=False, lines_every_s=every_s)
+    console.start()
+    for step in range(25):
+        now[0] += 1.0
+        console.step(step, METRICS)
+    console.finish("failed")
+    found = [int(line.split()[1].partition("/")[0]) for line in stream.getvalue().splitlines() if "[rollout" in line]
+    assert found == (steps or [1, 5, 9, 13, 17, 21, 25])
+
+
+def test_waits_are_printed_rarely_without_a_live_line(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("lockstep.report.live_console.time.monotonic", lambda: now[0])
     stream = io.StringIO()
@@ -97,15 +162,15 @@ def test_waits_are_printed_rarely_without_a_live_block(monkeypatch):
     assert stream.getvalue().startswith("start waits for engine-0 (start) for 2s")
 
 
-def test_waits_before_the_first_step():
-    console = LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=io.StringIO())
+def test_waits_before_the_first_step(monkeypatch):
+    console, _ = on_terminal(monkeypatch, 120)
     console.stage("start")
     console.show_wait("policy-0 (load the model) for 3s: policy-0 is in stage setup")
     text = shown(console.render())
-    assert "start" in text and "waits: policy-0 (load the model) for 3s: policy-0 is in stage setup" in text
+    assert "start" in text and "waits for policy-0 (load the model) for 3s: policy-0 is in stage setup" in text
     assert "step" not in text
     console.start()
-    assert "step 0/20" in shown(console.render())
+    assert "step 0/30" in shown(console.render())
     console.close()
     quiet = io.StringIO()
     console = LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=quiet, quiet=True)
@@ -114,7 +179,7 @@ def test_waits_before_the_first_step():
     assert quiet.getvalue() == ""
 
 
-def test_the_live_block_is_removed():
+def test_the_live_line_is_removed():
     stream = io.StringIO()
     with LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=stream) as console:
         console.start()

@@ -29,3 +29,11 @@ def test_the_controllers_wait_is_shown_without_progress():
     controller = row("controller", role="controller", waits=(wait(11.0),))
     assert stage_activity([controller]).waiting == "engine-0 (future) for 12s: completions"
     assert stage_activity([row("controller", role="controller", waits=(wait(0.5),))]).waiting == ""
+
+
+def test_progress_of_an_earlier_stage_and_of_the_controller_is_not_that_of_the_stage():
+    step = tokens(3, 12, 0.0, "step")
+    controller = row("controller", role="controller", stage="publish", stage_s=2.0, counters=(step,))
+    for still_s, total in ((2.5, None), (1.5, 24)):
+        policy = row("policy-0", counters=(tokens(20, 24, still_s, "optimizer steps"),))
+        assert stage_activity([controller, policy]).total == total

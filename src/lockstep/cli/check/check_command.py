@@ -1,18 +1,20 @@
 """`lockstep check`: finds what would make a run fail, hang or crawl, and names the host, variable or setting to fix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.terminal import FAILED, REFUSED, require_extra, show_note, show_refusal
+from lockstep.cli.terminal import FAILED, REFUSED, LogFormatOption, require_extra, show_note, show_refusal
+from lockstep.report.json_console import EventLog, LogFormat, open_event_log
 
 if TYPE_CHECKING:
     from lockstep.cli.check.check_arguments import CheckRequest
     from lockstep.config.cluster import RayClusterConfig
     from lockstep.doctor.environment.environment_lint import ProcessEnvironment
-    from lockstep.doctor.output.findings import CheckReport
+    from lockstep.doctor.output.findings import CheckReport, CheckSection
 
 CLUSTERS = "local, ray, auto, or HOST:PORT of the head of a running Ray cluster"
 
@@ -78,6 +80,7 @@ def command(
         bool, typer.Option("--small-first", help="Also train with this config for two steps with tiny sizes.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    log_format: LogFormatOption = LogFormat.text,
 ) -> None:
     """Find out before a run what would make it fail, hang or crawl, and how to fix it.
 
@@ -108,27 +111,28 @@ def command(
     from lockstep.doctor.output.findings_table import LiveReport
     from lockstep.report.safe_console import SafeConsole
 
+    events = open_event_log(log_format, "check")
     try:
         if join is not None:
             from lockstep.cli.check.check_join import run_probe
 
-            run_probe(join, name, address, wait)
+            run_probe(join, name, address, wait, events)
             raise typer.Exit
         if small_first and file is None:
             raise ValueError("--small-first needs the file of a config")
         request = read_arguments(file, overrides or (), hosts, cluster, address, ports, wait)
     except (ConfigError, ValueError, OSError) as error:
-        show_refusal(error)
+        show_refusal(error, events)
         raise typer.Exit(REFUSED) from error
     if request.config is not None:
-        require_extra("train", "lockstep check CONFIG")
-    report = LiveReport(SafeConsole(), as_json)
+        require_extra("train", "lockstep check CONFIG", events)
+    report = LiveReport(SafeConsole(), as_json, None if events is None else _section_writer(events))
     try:
         if not env and not env_files:
             _check_host(report, request)
         _lint_environment(report, request, env_files or (), launcher)
         if not env and not env_files:
-            _check_beyond_host(report, request)
+            _check_beyond_host(report, request, events)
         if small_first and request.config is not None and file is not None:
             from lockstep.cli.check.check_plan import run_trial
 
@@ -136,11 +140,24 @@ def command(
     except BaseException as error:
         report.finish_early(error)
         if isinstance(error, (ConfigError, ValueError, OSError)):
-            show_refusal(error)
+            show_refusal(error, events)
             raise typer.Exit(REFUSED) from error
         raise
     report.finish()
     raise typer.Exit(0 if report.passed else FAILED)
+
+
+def _section_writer(events: EventLog) -> Callable[["CheckSection"], None]:
+    """Writes an event for each section of the report as soon as it is complete."""
+
+    def write(section: "CheckSection") -> None:
+        severities = {each.severity for each in section.findings}
+        level = "error" if "error" in severities else "warning" if "warning" in severities else "info"
+        findings = [asdict(each) for each in section.findings]
+        seconds = round(section.seconds, 3)
+        events.write("section", section.title, level, section=section.name, seconds=seconds, findings=findings)
+
+    return write
 
 
 def _check_host(report: "CheckReport", request: "CheckRequest") -> None:
@@ -156,7 +173,7 @@ def _check_host(report: "CheckReport", request: "CheckRequest") -> None:
         report.add(section, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
 
 
-def _check_beyond_host(report: "CheckReport", request: "CheckRequest") -> None:
+def _check_beyond_host(report: "CheckReport", request: "CheckRequest", events: EventLog | None) -> None:
     """Checks the config, and the other hosts together with this one."""
     from lockstep.cli.check import check_hosts
 
@@ -166,7 +183,11 @@ def _check_beyond_host(report: "CheckReport", request: "CheckRequest") -> None:
 
         memory = check_hosts.process_memory(request.config)
         plan = check_plan.check_plan(report, request.config, request.overrides, memory)
-    check_hosts.check_hosts(report, request.config, request.selection, show_note, plan)
+
+    def show(text: str) -> None:
+        show_note(text, events)
+
+    check_hosts.check_hosts(report, request.config, request.selection, show, plan)
 
 
 def _lint_environment(

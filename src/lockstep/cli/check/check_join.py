@@ -14,9 +14,12 @@ from lockstep.cli.check.check_arguments import split_address
 from lockstep.cli.terminal import show_note
 from lockstep.doctor.check.probe.host_probe import JOIN_TIMEOUT_S, serve_probe
 from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE
+from lockstep.report.json_console import EventLog
 
 
-def run_probe(where: str, name: str | None, address: str | None, wait_s: float | None) -> None:
+def run_probe(
+    where: str, name: str | None, address: str | None, wait_s: float | None, events: EventLog | None = None
+) -> None:
     """Runs as this host's probe until the head of the check dismisses it.
 
     Args:
@@ -35,9 +38,11 @@ def run_probe(where: str, name: str | None, address: str | None, wait_s: float |
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup lets the process ignore SIGHUP
             signal.signal(number, _exit_on_signal)
-    serve_probe(
-        host, port, token, name or socket.gethostname(), address, _gather_facts, wait_s or JOIN_TIMEOUT_S, show_note
-    )
+
+    def show(text: str) -> None:
+        show_note(text, events)
+
+    serve_probe(host, port, token, name or socket.gethostname(), address, _gather_facts, wait_s or JOIN_TIMEOUT_S, show)
 
 
 def _gather_facts(order: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -81,15 +81,20 @@ class LiveReport(CheckReport):
     Args:
         console: where to print.
         as_json: Print nothing before the end, and then the whole report as one JSON object.
+        on_section: is called with every section as soon as it is complete.
     """
 
-    def __init__(self, console: Console, as_json: bool) -> None:
+    def __init__(
+        self, console: Console, as_json: bool, on_section: Callable[[CheckSection], None] | None = None
+    ) -> None:
         super().__init__()
-        self._json, self._console = as_json, console
+        self._json, self._console, self._on_section = as_json, console, on_section
 
     def add(self, name: str, title: str, findings: Iterable[Finding], seconds: float = 0.0) -> None:
         """Adds a section."""
         CheckReport.add(self, name, title, findings, seconds)
+        if self._on_section is not None:
+            self._on_section(self.sections[-1])
         if not self._json and self.sections[-1].findings:
             self._console.print(render_section(self.sections[-1], covers_several_hosts(self)))
 

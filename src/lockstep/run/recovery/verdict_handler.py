@@ -10,7 +10,7 @@ from lockstep.base.text import format_duration
 from lockstep.doctor.environment import incident_environment
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_incidents import STALL_EVENT
-from lockstep.report.live_console import LiveConsole
+from lockstep.report.live_console import RunConsole
 from lockstep.watch.diagnosis.verdict import MIN_ACTION_CONFIDENCE
 from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
@@ -28,7 +28,7 @@ VerdictAction = Callable[[Sequence[str], str], Sequence[str]]
 class VerdictHandler:
     """Handles the events of the supervisor. Any thread may call `handle` and `subscribe`."""
 
-    def __init__(self, console: LiveConsole, ledger: Ledger) -> None:
+    def __init__(self, console: RunConsole, ledger: Ledger) -> None:
         self._console, self._ledger = console, ledger
         self._events: queue.SimpleQueue[SupervisorEvent] = queue.SimpleQueue()
         """Events that are not in the ledger yet."""

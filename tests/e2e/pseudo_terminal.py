@@ -1,11 +1,14 @@
 """What a command writes to a terminal."""
 
+import fcntl
 import os
 import pty
 import re
 import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +24,8 @@ ATTACKS = {
 HOSTILE = " ".join(ATTACKS.values())
 _OWN_SEQUENCES = re.compile(r"\x1b\[[\d;]*m|\x1b\[\?25[lh]|\x1b\[\d*[AK]|\x1b\[2K|\x1b\[\?1049[lh]|\x1b\[H")
 """Styles and the cursor movements of rich."""
+_ERASED = r"\n?\r(?:\x1b\[1A)?\x1b\[2K"
+"""What erases a live line; when it is removed for good, rich has begun the next line."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,38 @@ class Shown:
         joined = re.sub(r"\s+", "", plain)
         return [] if "wet" not in joined else [] if "[red]wet[/red]" in joined else [plain]
 
+    def lines(self) -> list[str]:
+        """The lines that stay on the terminal, without styles."""
+        plain = re.sub(r"\x1b\[[\d;]*m|\x1b\[\?25[lh]", "", self.text.replace("\r\n", "\n"))
+        return re.sub(rf"[^\n]*{_ERASED}", "", plain).split("\n")
+
+    def live_lines(self, after: str = "") -> list[str]:
+        """The lines that were erased again, in the text after the last `after`."""
+        plain = re.sub(r"\x1b\[[\d;]*m|\x1b\[\?25[lh]", "", self.text.rpartition(after)[2] if after else self.text)
+        erased = [part.rpartition("\n")[2] for part in re.split(_ERASED, plain.replace("\r\n", "\n"))[:-1]]
+        return [line for line in erased if line]
+
 
 def on_terminal(
-    arguments: Sequence[str], folder: Path, timeout_s: float = 60.0, columns: int = 200, **environment: str
+    arguments: Sequence[str],
+    folder: Path,
+    timeout_s: float = 60.0,
+    columns: int = 200,
+    narrows: tuple[str, int] | None = None,
+    **environment: str,
 ) -> Shown:
-    """Runs `lockstep` with a terminal as its output and error output."""
+    """Runs `lockstep` with a terminal as its output and error output.
+
+    Args:
+        narrows: a text after which the user narrows the terminal's window, to this many columns.
+    """
     own, other = pty.openpty()
+    _resize(own, columns)
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep", *arguments], cwd=folder,
         stdin=subprocess.DEVNULL, stdout=other, stderr=other,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "50", **environment},
+        env={**inherited, "TERM": "xterm-256color", **environment},
         start_new_session=True,
     )  # fmt: skip
     os.close(other)
@@ -67,9 +94,16 @@ def on_terminal(
                 except OSError:
                     break  # the last writer has closed the terminal
                 data += part
+            if narrows is not None and narrows[0].encode() in data:
+                _resize(own, narrows[1])
+                narrows = None
         return Shown(data.decode(errors="surrogateescape"), process.wait(max(1.0, until - time.monotonic())))
     finally:
         if process.poll() is None:
             process.kill()
             process.wait(10)
         os.close(own)
+
+
+def _resize(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))

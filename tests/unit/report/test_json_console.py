@@ -1,0 +1,113 @@
+"""The console as JSON: every line is an object with the documented keys, whatever the texts are."""
+
+import io
+import json
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.ledger import CompletionSample
+from lockstep.report.json_console import EventLog, JsonConsole, LogFormat, open_event_log
+
+HOSTILE = "a\nb\r\x1b[2J\u202e [red]wet[/] \udc80 好"
+
+
+def console(stream: io.StringIO, quiet: bool = False) -> JsonConsole:
+    return JsonConsole(EventLog("controller", stream), "sort", Path("runs/sort"), 20, quiet=quiet)
+
+
+def rows(stream: io.StringIO) -> list[dict[str, Any]]:
+    """The objects, each of which stands on one line of ASCII without control characters."""
+    text = stream.getvalue()
+    assert text.isascii() and all(line.isprintable() for line in text.split("\n"))
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_run_as_events() -> None:
+    stream = io.StringIO()
+    run = console(stream)
+    run.start(10)
+    run.evaluation(10, {"eval/exact_match": 0.5})
+    run.stage("rollout")
+    run.step(10, {"reward/mean": 0.5, "policy/loss": float("nan"), "policy/kl": np.float32(0.25)})
+    run.samples(11, [CompletionSample("p", "c", "a", 1.0, {"exact": 1.0}, "10:0")])
+    run.message("see [/etc/x]")
+    run.warning("  engine-0 was restarted")
+    run.finish("finished", Path("runs/sort/report.html"), "1 incident")
+    found = rows(stream)
+    assert [each["event"] for each in found] == [
+        "started", "evaluation", "step", "samples", "information", "warning", "finished",
+    ]  # fmt: skip
+    assert all(list(each)[:5] == ["time", "level", "process", "event", "message"] for each in found)
+    assert {each["process"] for each in found} == {"controller"}
+    assert [each["step"] for each in found] == [10, 10, 11, 11, 11, 11, 11]
+    assert datetime.now(UTC) - datetime.fromisoformat(found[0]["time"]) < timedelta(minutes=1)
+    step, samples, last = found[2], found[3], found[-1]
+    assert step["metrics"] == {"reward/mean": 0.5, "policy/loss": None, "policy/kl": 0.25}
+    assert step["steps"] == 20 and step["seconds_left"] >= 0 and step["message"] == "step 11/20"
+    assert samples["samples"][0]["completion"] == "c" and samples["samples"][0]["terms"] == {"exact": 1.0}
+    assert (found[5]["level"], found[5]["message"]) == ("warning", "engine-0 was restarted")
+    assert (last["reason"], last["run"], last["report"]) == ("finished", "runs/sort", "runs/sort/report.html")
+    assert last["incidents"] == "1 incident" and last["seconds"] >= 0
+
+
+def test_quiet_writes_warnings_and_the_last_event() -> None:
+    stream = io.StringIO()
+    run = console(stream, quiet=True)
+    run.start()
+    run.step(0, {"reward/mean": 0.5})
+    run.message("nothing of note")
+    run.warning("engine-0 was restarted")
+    run.finish("interrupted")
+    assert [(each["event"], each["level"]) for each in rows(stream)] == [
+        ("warning", "warning"), ("finished", "warning"),
+    ]  # fmt: skip
+
+
+def test_waits_are_written_at_doubling_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("lockstep.report.json_console.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    run = console(stream)
+    run.stage("start")
+    for tick in range(40):
+        now[0] = tick / 2
+        run.show_wait("engine-0 (start)")
+    run.show_wait("")
+    found = rows(stream)
+    assert [each["seconds"] for each in found] == [2.0, 4.0, 8.0, 16.0]
+    assert found[0]["message"] == "start waits for engine-0 (start)" and found[0]["stage"] == "start"
+
+
+def test_hostile_texts_stay_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "tr0ub4dor-and-3-horses")
+    stream = io.StringIO()
+    events = EventLog("watch", stream)
+    events.write("verdict", HOSTILE, culprits=[HOSTILE], left_out=None, **{"odd key": {HOSTILE: Path(HOSTILE)}})
+    events.write("warning", "the key is tr0ub4dor-and-3-horses", metrics={"x": [float("inf"), True, 3]})
+    first, second = rows(stream)
+    assert first["message"] == HOSTILE.strip() and first["culprits"] == [HOSTILE]
+    assert first["odd key"] == {HOSTILE: HOSTILE} and "left_out" not in first
+    assert "tr0ub4dor" not in stream.getvalue() and second["metrics"] == {"x": [None, True, 3]}
+
+
+def test_lines_of_several_threads_do_not_mix() -> None:
+    stream = io.StringIO()
+    events = EventLog("controller", stream)
+    threads = [
+        threading.Thread(target=lambda: [events.write("information", "x" * 500) for _ in range(50)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(rows(stream)) == 200
+
+
+def test_text_has_no_event_log() -> None:
+    assert open_event_log(LogFormat.text, "train") is None
+    assert isinstance(open_event_log(LogFormat.json, "train"), EventLog)
