@@ -27,8 +27,9 @@ _OPERATION_NAMES = (
     ("send", re.compile(r"^i?send(?:_object_list)?$")), ("recv", re.compile(r"^i?recv(?:_object_list)?$")),
 )  # fmt: skip
 """How operations and the functions that run them are spelled."""
+_BACKWARD = re.compile(r"run_backward|^backward$")
 _IMPLYING_FUNCTIONS = (
-    ("allreduce", re.compile(r"run_backward|^backward$|_engine_run_backward")),
+    ("allreduce", _BACKWARD),
     ("allgather", re.compile(r"^unshard$|wait_for_unshard|_pre_forward_unshard")),
 )  # fmt: skip
 """Functions that run a collective without naming it."""
@@ -80,6 +81,7 @@ class CollectiveWait:
         path: The frames outside libraries, outermost first; empty if only the watchdog reported the wait.
         timed_out: Whether the timeout of this rank ended the wait.
         peer_lost: Whether the wait ended because a peer disconnected. If both are false, the rank still waits.
+        in_backward: Whether the backward pass issued the collective.
         file, line, text: The log line that shows the wait.
     """
 
@@ -96,6 +98,7 @@ class CollectiveWait:
     file: str = ""
     line: int = 0
     text: str = ""
+    in_backward: bool = False
 
     @property
     def innermost_frame(self) -> tuple[str, str, int]:
@@ -146,6 +149,7 @@ def wait_of_traceback(
         file=log.name,
         line=found.number,
         text=found.text,
+        in_backward=any(_BACKWARD.search(each.function) for each in found.frames),
     )
 
 

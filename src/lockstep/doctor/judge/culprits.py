@@ -52,7 +52,7 @@ def likely_first_failures(history: JobHistory) -> Iterator[Culprit]:
     """Yields the ranks or hosts that probably failed first: all killed processes; otherwise the one that the launcher
     reports as the first, or the first one that failed."""
     exits = [match for match in history.facts("exit") if not _is_no_failure_of_its_own(match)]
-    killed = [match for match in exits if _signal_or_code(match) in _KILL_CODES]
+    killed = [match for match in exits if _signal_or_code(match) in _KILL_CODES or _is_limit(match)]
     for match in killed or history.facts("first_failure")[:1] or exits[:1]:
         task = match.fields.get("task", "")
         rank = int(task) if task.isdigit() else history.rank(match)
@@ -65,7 +65,7 @@ def likely_first_failures(history: JobHistory) -> Iterator[Culprit]:
 def ended_by_signal(history: JobHistory) -> bool:
     """Whether a signal that the launcher did not send ended a process."""
     codes = [_signal_or_code(match) for match in history.facts("exit") if not _is_no_failure_of_its_own(match)]
-    return any(code.startswith(("-", "SIG")) or code in _KILL_CODES for code in codes)
+    return any(code.startswith(("-", "SIG")) or code in _KILL_CODES or "limit" in code for code in codes)
 
 
 def was_terminated(rank: int, history: JobHistory) -> bool:
@@ -81,6 +81,11 @@ def culprit_of_rank(rank: int, history: JobHistory) -> Culprit:
 
 def _signal_or_code(match: RuleMatch) -> str:
     return match.fields.get("signal") or match.fields.get("code", "")
+
+
+def _is_limit(match: RuleMatch) -> bool:
+    """Whether a process ended because it had reached a limit of its own."""
+    return "limit" in match.fields.get("signal", "")
 
 
 def _is_no_failure_of_its_own(match: RuleMatch) -> bool:

@@ -7,6 +7,8 @@ factor's docstring is what a verdict says about a yes.
 from collections.abc import Callable, Mapping
 
 from lockstep.doctor.judge.hypotheses import NO_FAULT, FailureHypothesis, JobEvidence, long_before, strength_of
+from lockstep.doctor.judge.job_end import was_overcome
+from lockstep.doctor.logs.parsed_log import RuleMatch
 
 Factor = Callable[[FailureHypothesis, JobEvidence], bool | None]
 
@@ -30,6 +32,12 @@ def _is_strong(one: FailureHypothesis, job: JobEvidence) -> bool:
     strength = _strength(one, job)
     fault = one.cls not in NO_FAULT and not one.victim and strength is not None and strength >= _POSSIBLE
     return fault and any(job.stopped(each) for each in one.signed)
+
+
+def _proposed(one: FailureHypothesis) -> float | None:
+    """Returns the weight of the strongest proposal that does not only rest on lines that signatures match too."""
+    signed = {(each.file, each.line) for each in one.signed}
+    return next((each.weight for each in one.proposed if not each.sites or not each.sites <= signed), None)
 
 
 def exact(one: FailureHypothesis, job: JobEvidence) -> bool | None:
@@ -64,17 +72,20 @@ def several(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 
 def structure(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """The structure of the job shows it."""
-    return one.proposed[0].weight >= _SEEN if one.proposed else None
+    weight = _proposed(one)
+    return None if weight is None else weight >= _SEEN
 
 
 def hinted(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """The structure of the job suggests it."""
-    return _HINTED <= one.proposed[0].weight < _SEEN if one.proposed else None
+    weight = _proposed(one)
+    return None if weight is None else _HINTED <= weight < _SEEN
 
 
 def guessed(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """The structure of the job allows it."""
-    return one.proposed[0].weight < _HINTED if one.proposed else None
+    weight = _proposed(one)
+    return None if weight is None else weight < _HINTED
 
 
 def raised(one: FailureHypothesis, job: JobEvidence) -> bool | None:
@@ -110,7 +121,8 @@ def ends_stuck(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """Somebody ended a job that had failed long before."""
     if one.cls != "external_kill" or not one.matches:
         return None
-    earlier = [*job.history.failures, *(match for each in job.hypotheses if each is not one for match in each.signed)]
+    failures = [each for each in job.history.failures if each.rule.signature.fact != "cancelled"]
+    earlier = [*failures, *(match for each in job.hypotheses if each is not one for match in each.signed)]
     earlier = [each for each in earlier if each.when is not None or each.rule.signature.role != "victim"]
     return any(long_before(each, one.matches[0]) and job.stopped(each) for each in earlier)
 
@@ -137,7 +149,7 @@ def victim(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 
 def explained(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """All its lines follow from another failure."""
-    return len(one.explained) >= len(one.signed) if one.signed else None
+    return one.signed[0] in one.explained if one.signed else None
 
 
 def ended_well(one: FailureHypothesis, job: JobEvidence) -> bool | None:
@@ -165,16 +177,18 @@ def troubled(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     return None if "ended_well" in job.history.traits else job.history.ends_with_trouble
 
 
+def _stays(match: RuleMatch, one: FailureHypothesis, job: JobEvidence) -> bool:
+    """Whether the job is not known to have survived what a match of a hypothesis reports."""
+    survived_it = job.history.continued_after(match) or (one.victim and was_overcome(job.history, match))
+    return strength_of(match) >= _HEALTHY and not survived_it
+
+
 def faulty(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """A failure is reported that the job is not known to have survived."""
     if "ended_well" in job.history.traits:
         return False
-    return any(
-        each.proposed
-        or any(strength_of(match) >= _HEALTHY and not job.history.continued_after(match) for match in each.signed)
-        for each in job.hypotheses
-        if each is not one
-    )
+    return any(each.proposed or any(_stays(match, each, job) for match in each.signed)
+               for each in job.hypotheses if each is not one)  # fmt: skip
 
 
 FAULT_FACTORS: Mapping[str, Factor] = {

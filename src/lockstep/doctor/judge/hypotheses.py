@@ -43,6 +43,11 @@ class Candidate:
     facts: list[Fact] = field(default_factory=list)
     """Evidence in addition to the matches."""
 
+    @property
+    def sites(self) -> set[Site]:
+        """The lines that it rests on."""
+        return {(each.file, each.line) for each in [*self.matches, *self.facts] if each.line is not None}
+
 
 @dataclass
 class FailureHypothesis:
@@ -141,14 +146,18 @@ class JobEvidence:
         return frozenset(self.raised.keys() - {(each.file, each.line) for each in self.causes})
 
     def misses_failed(self, match: RuleMatch) -> bool:
-        """Whether a match counts ranks that did not join, and exactly as many had failed before."""
+        """Whether a match counts ranks that did not join, and exactly as many had failed before; or a process of
+        another host had, of which no rank is known."""
         if not {"joined", "size"} <= match.fields.keys():
             return False
-        failed = [(self.history.rank(each), each.when) for each in self.causes if each.rule.cls != match.rule.cls]
-        failed += [(origin.rank, when) for origin, when, each, _ in self.history.tracebacks if is_primary(each)]
-        ranks = {rank for rank, when in failed if when is None or match.when is None or when <= match.when}
+        failed = [(self.history.rank(each), "", each.when) for each in self.causes if each.rule.cls != match.rule.cls]
+        failed += [(origin.rank, origin.host, when)
+                   for origin, when, each, _ in self.history.tracebacks if is_primary(each)]  # fmt: skip
+        failed = [each for each in failed if each[2] is None or match.when is None or each[2] <= match.when]
         missing = int(match.fields["size"]) - int(match.fields["joined"])
-        return len(ranks - {None, self.history.rank(match)}) == missing
+        return len({rank for rank, _, _ in failed} - {None, self.history.rank(match)}) == missing or any(
+            rank is None and host not in ("", match.origin.host) for rank, host, _ in failed
+        )
 
 
 def propose(history: JobHistory, structural: Iterable[Candidate]) -> JobEvidence:

@@ -28,7 +28,7 @@ _CLOSING = re.compile(
 _CLOSING_LINES = 2
 _WAITS = re.compile(r"(?i)\bwaiting (?:for|on)\b")
 _MIN_ROWS = 4
-"""Fewer rows with a NaN prove nothing: trainers skip one or two such steps."""
+"""Fewer rows with a NaN prove nothing if others follow: trainers skip one or two such steps."""
 
 
 def ended_well(history: "JobHistory") -> bool:
@@ -58,10 +58,13 @@ def ended_well(history: "JobHistory") -> bool:
 
 
 def _stays_without_number(history: "JobHistory") -> bool:
-    """Whether the loss of some rank became NaN and stayed so for several rows until its last step."""
+    """Whether the loss of some rank became NaN and stayed so: in several rows until its last step, or in the last
+    row of its file."""
     rows = history.facts("no_number")
     count = Counter((each.source, each.origin.rank) for each in rows)
-    return any(count[each.source, each.origin.rank] >= _MIN_ROWS and not history.continued_after(each) for each in rows)
+    last = {source: max((counter.line for counter in history.counters_of(source)), default=0) for source, _ in count}
+    return any((count[each.source, each.origin.rank] >= _MIN_ROWS or each.line >= last[each.source] > 0)
+               and not history.continued_after(each) for each in rows)  # fmt: skip
 
 
 def _is_partial(history: "JobHistory", done: RuleMatch) -> bool:
@@ -113,6 +116,15 @@ def ends_with_trouble(history: "JobHistory") -> bool:
         if _WAITS.search(lines[-1].text) or any(names_trouble(each.text) for each in lines if each.line > after):
             return True
     return False
+
+
+def was_overcome(history: "JobHistory", match: RuleMatch) -> bool:
+    """Whether what a match reports did not end the job: no process failed, and its file went on and ends without
+    trouble."""
+    if "running" not in history.traits or history.ends_with_trouble:
+        return False
+    last = next((lines for log, lines in _last_lines(history) if log.source == match.source), [])
+    return bool(last) and match.line < last[0].line
 
 
 def closes(history: "JobHistory") -> bool:

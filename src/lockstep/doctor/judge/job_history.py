@@ -207,7 +207,11 @@ class JobHistory:
         if match.origin.rank is not None:
             return match.origin.rank
         pid = match.fields.get("pid") or match.origin.pid
-        return self.rank_of_pid.get(int(pid)) if pid is not None and str(pid).isdigit() else None
+        rank = self.rank_of_pid.get(int(pid)) if pid is not None and str(pid).isdigit() else None
+        if rank is None and match.rule.signature.fact == "exit" and "task" not in match.fields:
+            on_host = [each for each, host in self.hosts.items() if host == match.fields.get("host")]
+            rank = on_host[0] if len(on_host) == 1 else None
+        return rank
 
     def reporting_rank(self, match: RuleMatch) -> int | None:
         """Returns the rank that reports a match. `Rank` in the middle of a c10d line is the rank within the process

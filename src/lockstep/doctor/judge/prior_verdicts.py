@@ -85,7 +85,10 @@ def _incident_files(top: Path) -> list[Path]:
     file = top if top.name == "verdict.json" else top / "verdict.json"
     if file.is_file():
         return [file]
-    return [each / "verdict.json" for each in reversed(list_incidents(top))] if top.is_dir() else []
+    folders = sorted({each.parent.parent for each in top.glob("*/*/verdict.json")} | {each.parent.parent for each in
+                      top.glob("*/*/*/verdict.json")} | {top}) if top.is_dir() else []  # fmt: skip
+    found = [each for folder in folders for each in list_incidents(folder)]
+    return [each / "verdict.json" for each in sorted(found, key=lambda each: each.name, reverse=True)]
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -98,9 +101,11 @@ def _read_object(file: Path) -> dict[str, Any]:
 def overriding_verdicts(logs: Verdict, prior: PriorVerdicts, *, logs_read: bool) -> Sequence[Verdict]:
     """Returns the verdicts that take precedence over the verdict of the logs; empty if there are none.
 
-    Incidents take precedence, because they were recorded while the job ran, unless only the logs show a cause. Dumps
-    take precedence if there are no logs.
+    Incidents take precedence, because they were recorded while the job ran, unless only the logs show a cause, or show
+    that the job recovered and ended well. Dumps take precedence if there are no logs.
     """
+    if prior.incidents and logs.cause == "benign" and logs.confidence > STRUCTURE_CONFIDENCE:
+        return ()
     if prior.incidents and not (logs_read and prior.incidents[0].cause == "unknown" and logs.cause not in _NO_FAULT):
         return prior.incidents
     if prior.dumps and not logs_read:

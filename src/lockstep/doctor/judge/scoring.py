@@ -23,7 +23,8 @@ WEIGHTS_FILE = Path(__file__).with_name("weights.yaml")
 UNKNOWN_CONFIDENCE = 0.5
 MAX_CONFIDENCE = 0.97
 MAX_UNSURE_CONFIDENCE = 0.79
-"""Without a factor of `UNMISTAKABLE`, logs cannot tell a cause from one that they do not show."""
+"""Without a factor of `UNMISTAKABLE`, or if all its lines follow from another failure: logs cannot tell a cause from
+one that they do not show."""
 MAX_OUTSIDE_CONFIDENCE = 0.55
 """For lines dated outside the job: clocks may differ, and a fault may persist."""
 _MAX_OTHERS, _MAX_REASONS = 3, 3
@@ -91,7 +92,8 @@ def _confidence(at: int, log_odds: Sequence[float], answers: Mapping[str, bool |
     """Returns the probability of a hypothesis, against all others and "unknown", whose log-odds are 0."""
     rivals = [0.0, *log_odds[:at], *log_odds[at + 1 :]]
     found = weights.calibration.confidence(log_odds[at] - float(np.logaddexp.reduce(rivals)))
-    found = found if any(map(answers.get, UNMISTAKABLE)) else min(found, MAX_UNSURE_CONFIDENCE)
+    sure = any(map(answers.get, UNMISTAKABLE)) and not answers.get("explained")
+    found = found if sure else min(found, MAX_UNSURE_CONFIDENCE)
     return min(found, MAX_OUTSIDE_CONFIDENCE) if answers.get("outside") else found
 
 

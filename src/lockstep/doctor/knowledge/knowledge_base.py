@@ -101,7 +101,7 @@ class FailureRule:
 
     @cached_property
     def frames(self) -> re.Pattern[str] | None:
-        return None if self.signature.frames is None else re.compile(bound_repeats(self.signature.frames), re.MULTILINE)
+        return None if self.signature.frames is None else re.compile(self.signature.frames, re.MULTILINE)
 
     def match(self, text: str) -> re.Match[str] | None:
         """Matches the patterns with a text, in order."""

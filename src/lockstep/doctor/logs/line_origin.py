@@ -94,7 +94,7 @@ _PREFIX = re.compile(
     rf"|(?!{_RANK}[_-]?\d)(?P<pdsh>{_HOST}):(?= |$) ?"
     r"|(?P<nhost>[A-Za-z][\w.-]*):(?P<npid>\d+):\d+ \[(?P<dev>-?\d+)\]"
     r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
-    r"|\[?[IWEFDC](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: +\d+)? [\w./-]+:\d+\]"
+    r"|\[?[IWEFDC](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d(?:\.\d+)?(?: +(?P<gpid>\d+))? [\w./-]+:\d+\]"
     r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
     rf"|[\[({{<](?!{_PART}\b)"
     rf"(?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*(?::\d+)?)[/:,| ] ?)?(?:{_RANK}[ _:=#-]{{0,2}}|[Rr])"
@@ -108,6 +108,7 @@ _PREFIX = re.compile(
     r"|[DIWECF] (?=\d{4}[-/]\d\d[-/])"
     r"|[-|] [\w.<>-]{2,60}(?::[\w<>.]+:\d+)?(?=\s*\||\s+- )"
     r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|stage|process) (?P<named>\d{1,5}):(?= )"
+    rf"|{_LEVEL}:? r(?P<leveled>\d{{1,5}})(?=[: ])"
     r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
     r"|\[[\w./<>-]{2,60}(?::\d+)?(?::[\w<>]+)?\](?=\[|\s-\s|\s\[|\s\d{4}-\d\d-)|- (?=\[)"
     r")"
@@ -200,9 +201,9 @@ def _origin_of_line(line: str) -> tuple[LineOrigin, int]:
     return origin, at
 
 
-_RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named")
+_RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named", "leveled")
 _LABEL_GROUPS = ("role", "mpi", "slurm")
-_PID_GROUPS = ("npid", "wpid", "bpid")
+_PID_GROUPS = ("npid", "wpid", "bpid", "gpid")
 _HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "rhost", "bhost", "mpihost")
 _OUTERMOST_GROUPS = ("slurm", "pdsh", "container")
 

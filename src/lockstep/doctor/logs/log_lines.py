@@ -261,11 +261,13 @@ def sample_start(before: bytes, after: bytes) -> bytes | None:
 _CAUSE_LIST = re.compile(
     r"(?:[Pp]ossible|[Pp]otential|[Cc]ommon|[Ll]ikely|[Tt]ypical|[Uu]sual)(?: root)? (?:reasons?|causes?)"
     r"(?: (?:include|includes|are|is|for [^.:]{1,80}))?[:.] "
+    r"|\b(?:can|may|might|could|would|will) (?:cause|lead to|result in|trigger|produce|raise) (?:\w+ ){0,4}"
+    r"errors? (?:like|such as) "
 )
-"""How a library introduces a list of possible causes."""
+"""How a library introduces a list of possible causes, or what may follow from a setting."""
 
 
 def is_supposition(line: str, at: int) -> bool:
-    """Whether position `at` of a line is in a list of possible causes, printed by a library that does not know which
-    of them applies."""
+    """Whether position `at` of a line is in a list of possible causes or consequences, printed by a library that does
+    not know which of them applies."""
     return _CAUSE_LIST.search(line, 0, at) is not None

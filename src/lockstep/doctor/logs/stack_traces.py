@@ -52,7 +52,7 @@ _WRAPPER_EXCEPTIONS = re.compile(
 _TROUBLE_WORDS = re.compile(
     r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead"
     r"|core dumped)\b"
-    r"|^\[[^\]]{10,40} [EF] \d+ \d+\]|\berror:"
+    r"|^\[[^\]]{10,40} [EF] \d+ \d+\]|\[[EF]\d{4} \d\d:\d\d:\d\d|\berror:"
 )
 _NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|zero) (?:\w+ )?(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b"

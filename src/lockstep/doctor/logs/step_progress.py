@@ -21,7 +21,7 @@ _STEP = re.compile(
     r"|\b(?:Train|Test|Val\w{0,8}|Eval\w{0,6}):? ?(?:\[\d+\])?\[ *(?P<within>\d{1,9})/(?P<within_of>\d{1,9})\]"
     r"|\b(?:rows|samples|requests|prompts|episodes|documents|tasks|images|examples|trials|trajectories)(?: \w+)?"
     r"[ =:]{1,2}(?P<count>\d+)\b|\b(?:rollout|episode|game|sample|request|[Tt]rial|question) #?(?P<number>\d+)\b"
-    r"|(?:^|[\s:\]])(?P<bare>\d{1,9})/(?P<bare_of>\d{1,9}) (?=\w+=-?[\d.])"
+    r"|(?:^|[\s:\]])(?P<bare>\d{1,9})/(?P<bare_of>\d{1,9}) {1,3}(?=[\w/]+=\S)"
 )
 _BAR = re.compile(r"\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<")
 _WITHIN = re.compile(
@@ -169,6 +169,7 @@ class StepHistory:
         if of_rank is not None and rank is not None:
             epoch, step = of_rank.highest
             return of_all.remaining[at] > MANY_STEPS and of_all.highest_remaining[at] > (epoch, step + 1)
+        fatal = fatal or (rank is not None and None not in by_rank)
         return of_all.remaining[at] > (MANY_STEPS if fatal else FEW_STEPS)
 
 

@@ -19,7 +19,7 @@ _COMPACT = re.compile(
     r"(?:[.,](?P<f>\d{1,9}))?"
 )
 _GLOG = re.compile(
-    r"\b[IWEFDC](?P<year>20\d\d)?(?P<month>\d\d?)(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)\.(?P<f>\d{3,9})"
+    r"\b[IWEFDC](?P<year>20\d\d)?(?P<month>\d\d?)(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:\.(?P<f>\d{3,9}))?"
 )
 _SYSLOG = re.compile(
     r"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(?P<day>\d\d?) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"

@@ -108,8 +108,8 @@ def answer_job(
         LedgerError: The ledger of a run is damaged.
     """
     rules = load_knowledge(*folders)
-    own = Path(paths[0]) if len(paths) == 1 else None
-    if own is not None and run_outcome.is_run_folder(own):
+    own = run_outcome.find_run_folder(Path(paths[0])) if len(paths) == 1 else None
+    if own is not None:
         return _answer_run(own, rules, progress)
     explained = judge_job(read_job(paths, rules, ranks=ranks, world_size=world_size, progress=progress), rules)
     return _answer_explanation(tuple(paths), explained)

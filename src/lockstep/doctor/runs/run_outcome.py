@@ -114,6 +114,15 @@ def is_run_folder(path: Path) -> bool:
     return (path / INDEX_FILE).is_file() or (path / RECORD_FILE).is_file()
 
 
+def find_run_folder(path: Path) -> Path | None:
+    """Returns the folder of the run that a path is, or that is the only one in this folder or in its folders; None if
+    there is none, or there are several."""
+    if not path.is_dir() or is_run_folder(path):
+        return path if path.is_dir() else None
+    found = [each for pattern in ("*", "*/*") for each in path.glob(pattern) if is_run_folder(each)]
+    return found[0] if len(found) == 1 else None
+
+
 def read_record(folder: Path) -> RunRecord:
     """Reads the record of a run. Raises LedgerError if the ledger is damaged, ValueError if a bundle's record is."""
     if not (folder / INDEX_FILE).is_file():

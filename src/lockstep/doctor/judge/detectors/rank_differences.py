@@ -25,7 +25,8 @@ def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
 def _different_operations(history: JobHistory) -> Iterator[Candidate]:
     """Yields a candidate if ranks called different collectives at the same sequence number.
 
-    The same operation with different shapes means uneven data, unless the ranks called it in different places.
+    The same operation with different shapes means uneven data, unless the ranks called it in different places; with
+    equal shapes, another argument differs.
     """
     mismatches = [each for each in history.facts("mismatch") if not history.continued_after(each)]
     if not mismatches:
@@ -34,12 +35,14 @@ def _different_operations(history: JobHistory) -> Iterator[Candidate]:
     first = [
         each for each in mismatches if each.fields.get("peer_seq", each.fields.get("seq")) == each.fields.get("seq")
     ]
-    reports = [(int(each["rank"]), int(each["peer"]) if each.get("peer") else None, (each.get("op"), each.get("shape")))
-            for each in (match.fields for match in first or mismatches) if each.get("rank")]  # fmt: skip
+    reports = [(int(each["rank"]), int(each["peer"]) if each.get("peer") else None,
+                (each.get("op"), each.get("shape"), each.get("dtype")))
+               for each in (match.fields for match in first or mismatches) if each.get("rank")]  # fmt: skip
     ranks = minority_ranks(reports) or tuple(sorted({rank for rank, _, _ in reports}))
     operation = mismatches[0].fields.get("op", "").lower()
     places = {history.exception_sites[rank] for rank, _, _ in reports if rank in history.exception_sites}
-    if len(operations) == 1 and len(places) < 2:
+    types = {each.fields["dtype"] for each in mismatches if "dtype" in each.fields}
+    if len(operations) == 1 and len(places) < 2 and len(types) < 2:
         yield Candidate("uneven_data", 0.7, list(mismatches), ranks, operation)
     else:
         yield Candidate("rank_divergent_branch", 0.8, list(mismatches), ranks, operation)
@@ -78,24 +81,28 @@ def minority_ranks(reports: Iterable[tuple[int, int | None, Hashable]]) -> tuple
 
 
 def _different_versions(history: JobHistory) -> Iterator[Candidate]:
-    """Yields a candidate if hosts have different NCCL versions; the culprits are the minority, or both of two hosts."""
-    by_host: dict[str, set[str]] = defaultdict(set)
-    shown: dict[str, RuleMatch] = {}
-    for each in history.facts("nccl_version"):
+    """Yields a candidate for the libraries of which hosts have different versions; the culprits are the minority, or
+    both of two hosts."""
+    by_library: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    shown: dict[tuple[str, str], RuleMatch] = {}
+    for each in history.facts("nccl_version") + history.facts("library_version"):
         if each.origin.host:
-            by_host[each.origin.host].add(each.fields["version"])
-            shown.setdefault(each.fields["version"], each)
-    common = Counter(version for versions in by_host.values() for version in versions)
-    if len(common) < 2 or max(common.values()) == len(by_host):
-        return
-    usual, many = common.most_common(1)[0]
-    others = [host for host, versions in by_host.items() if usual not in versions]
-    hosts = sorted(others if many > len(others) else by_host)
-    worked = history.traits & {"progressed", "ended_well"}
-    text = f"The hosts use different versions of NCCL: {', '.join(sorted(common))}."
-    facts = [Fact(each.text, file=each.file, line=each.line) for each in list(shown.values())[:_MAX_FACTS]]
-    culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)
-    yield Candidate("version_mismatch", 0.3 if worked else 0.7, [], culprits, "", text, facts)
+            library, version = each.fields.get("library", "NCCL"), each.fields["version"]
+            by_library[library][each.origin.host].add(version)
+            shown.setdefault((library, version), each)
+    for library, by_host in by_library.items():
+        common = Counter(version for versions in by_host.values() for version in versions)
+        usual, many = common.most_common(1)[0]
+        if len(common) < 2 or many == len(by_host):
+            continue
+        others = [host for host, versions in by_host.items() if usual not in versions]
+        hosts = sorted(others if many > len(others) else by_host)
+        worked = history.traits & {"progressed", "ended_well"}
+        text = f"The hosts use different versions of {library}: {', '.join(sorted(common))}."
+        facts = [Fact(each.text, file=each.file, line=each.line) for (name, _), each in shown.items()
+                 if name == library]  # fmt: skip
+        culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)
+        yield Candidate("version_mismatch", 0.3 if worked else 0.7, [], culprits, "", text, facts[:_MAX_FACTS])
 
 
 _FILE_FUNCTIONS = re.compile(

@@ -22,12 +22,26 @@ from lockstep.doctor.judge.collective_waits import (
 from lockstep.doctor.judge.culprits import ended_by_signal, likely_first_failures, was_terminated
 from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
-from lockstep.doctor.logs.parsed_log import TailLine
-from lockstep.doctor.logs.stack_traces import is_primary
+from lockstep.doctor.logs.line_origin import LineOrigin
+from lockstep.doctor.logs.parsed_log import ParsedLog, TailLine
+from lockstep.doctor.logs.stack_traces import Traceback, is_primary
 from lockstep.doctor.logs.step_progress import last_step_by_rank
 from lockstep.watch.diagnosis.verdict import Fact
 
 _VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
+_VLLM_FILE = re.compile(r"(?:site|dist)-packages/vllm/|/vllm/(?:v1|engine|executor|worker|model_executor|entrypoints)/")
+"""Files of vLLM itself, not of a trainer in a folder of that name."""
+_REJECTING = re.compile(
+    r"^(?:[\w.]+\.)?(?:ValueError|TypeError|RuntimeError|AssertionError|NotImplementedError"
+    r"|\w*(?:[Cc]onfig|Argument|Usage|Validation)\w*(?:Error|Exception))$"
+)
+"""Exceptions with which a library rejects what it was given."""
+_SETTING_UP = re.compile(r"(?i)init|setup|set_up|config|parse|valid|check|resolve|create|build|_new_|_missing_")
+_OF_SYSTEM = re.compile(
+    r"CUDA|NCCL|cu[A-Z][a-z]|HIP|driver|out of memory|shared memory|[Cc]onnect|[Tt]imed? ?out|shm|[Ee]rrno|in use"
+    r"|No space|\bfile\b|archive|denied"
+)
+"""Messages about a device, a connection, memory or files, which no setting explains."""
 _FINAL_PHASE = re.compile(
     r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of"
 )
@@ -131,11 +145,27 @@ def _first_exception(history: JobHistory) -> Iterator[Candidate]:
     text = f"{f'Rank {raiser.rank}' if raiser.rank is not None else 'A process'} raised {traceback.type}"
     text += f" in {traceback.where}." if traceback.where else "."
     culprits = None if raiser.rank is None else (raiser.rank,)
-    if _VLLM.search(raiser.role) or (traceback.frames and "/vllm/" in traceback.frames[-1].file):
+    if _VLLM.search(raiser.role) or (traceback.frames and _VLLM_FILE.search(traceback.frames[-1].file)):
         yield Candidate("vllm_engine_failure", 0.5, [], culprits, "", text, [fact])
+        return
+    if _rejects_setting(history, raiser, traceback, log):
+        yield Candidate("config_error", 0.65, [], (), "", text, [fact])
         return
     victims = bool(history.facts("peer_lost") or history.timeouts) and raiser.rank is not None
     yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
+
+
+def _rejects_setting(history: JobHistory, raiser: LineOrigin, found: Traceback, log: ParsedLog) -> bool:
+    """Whether a library raised the exception while it was set up, before the process made a step."""
+    last = found.frames[-1] if found.frames else None
+    if last is None or "-packages/" not in last.file or not _REJECTING.match(found.type):
+        return False
+    if _OF_SYSTEM.search(found.message) or not (last.source.startswith("raise ") or _SETTING_UP.search(last.function)):
+        return False
+    return not any(
+        counter.line < found.number and not counter.bar and counter.origin.rank in (raiser.rank, None)
+        for counter in history.counters_of(log.source)
+    )
 
 
 def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
@@ -149,7 +179,10 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
         if each.rank is not None and each.rank not in waiting.waits
     ]
     ranks = tuple(each.rank for each in ended if each.rank is not None)
-    if ranks and not ended_by_signal(waiting.history):
+    if ranks and ended_by_signal(waiting.history):
+        text = f"{_rank_list(ranks)} ended by a signal; the others lost the connection."
+        yield Candidate("unknown", 0.5, [], tuple(ended), lost[0].operation, text, _wait_facts(waiting, ()))
+    elif ranks:
         text = f"{_rank_list(ranks)} ended first, without a message; the others lost the connection."
         terminated = all(was_terminated(each, waiting.history) for each in ranks)
         yield Candidate(
@@ -161,7 +194,7 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
             text,
             _wait_facts(waiting, ()),
         )
-    elif not ranks and waiting.absent and len(waiting.absent) <= len(lost):
+    elif waiting.absent and len(waiting.absent) <= len(lost) and not _crashed(waiting):
         facts = [_last_line_fact(waiting, rank) for rank in waiting.absent[:3] if _last_lines(waiting.history, rank)]
         text = (
             f"{_rank_list(waiting.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
@@ -169,6 +202,13 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
         yield Candidate(
             "uneven_data", 0.45, [], waiting.absent, lost[0].operation, text, facts + _wait_facts(waiting, ())
         )
+
+
+def _crashed(waiting: WaitingRanks) -> bool:
+    """Whether a rank that did not wait reports a crash or a cause of it."""
+    reports = [each for each in waiting.history.matches
+               if each.rule.signature.fact == "crash" or each.rule.signature.role == "cause"]  # fmt: skip
+    return any(waiting.history.rank(each) in waiting.absent for each in reports)
 
 
 def _ranks_behind(waiting: WaitingRanks) -> tuple[int, ...]:
@@ -223,12 +263,16 @@ def _different_places(waiting: WaitingRanks, groups: Sequence[Sequence[Collectiv
     most, others = groups[0], [each for group in groups[1:] for each in group]
     ahead = [each for each in others if _is_further(each, most[0])]
     suspects = sorted(each.rank for each in (ahead or others) if each.rank is not None)
+    if most[0].operation == "barrier" and all(each.in_backward for each in others) and len(most) == len(others):
+        most, others = others, list(most)
+    if others[0].operation == "barrier" and all(each.in_backward for each in most):
+        ahead = others
     if len(most) == len(others) and not ahead:
         everyone = sorted(each.rank for each in [*most, *others] if each.rank is not None)
         suspects = everyone if len(others) > 1 else suspects
     steps = last_step_by_rank(waiting.history.counters)
     counts = {rank: (counter.epoch, counter.step) for rank, counter in steps.items() if rank in waiting.waits}
-    later = any(_FINAL_PHASE.search(each.where) for each in others)
+    later = any(_FINAL_PHASE.search(f"{each.where} {each.operation}") for each in ahead or others)
     left_loop = any(len(each.path) < len(most[0].path) for each in ahead)
     uneven = (
         _at_another_step(counts, suspects) or bool(ahead and (left_loop or later)) or (later and not others[0].path)
@@ -348,7 +392,8 @@ def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
             yield _wait_candidate("p2p_path_broken", 0.6, (), first, text, facts)
         elif "many_hosts" in traits:
             hosts = sorted(set(waiting.history.hosts.values()))
-            yield Candidate("network_blocked", 0.5, [], tuple(hosts) if len(hosts) == _PAIR else (), first.operation,
+            cls = "ib_rdma_fault" if waiting.history.facts("rdma_used") else "network_blocked"
+            yield Candidate(cls, 0.5, [], tuple(hosts) if len(hosts) == _PAIR else (), first.operation,
                             text, facts)  # fmt: skip
 
 
