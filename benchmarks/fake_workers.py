@@ -178,7 +178,7 @@ class FakeConnection:
     """The controller's connection to a worker, or to the call relay of a node."""
 
     closed = pending = False
-    bulk_bytes = 0
+    bulk_bytes = written_bytes = 0
     peer = PeerIdentity("scale", GENERATION, "far")
 
     def __init__(self, account: Account) -> None:
@@ -189,9 +189,10 @@ class FakeConnection:
 
     def close(self) -> None: ...
 
-    def queue(self, *parts: Any) -> None:
+    def queue(self, *parts: Any) -> int:
         """Sends a frame to the other end."""
         self.account.network.put(self.account.network.sent, partial(self._deliver, parts))
+        return 0
 
     def _deliver(self, parts: Sequence[Any]) -> None:
         frame = bytearray(b"".join(parts))
@@ -275,8 +276,9 @@ class _BehindRelay:
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
 
-    def queue(self, *parts: Any) -> None:
+    def queue(self, *parts: Any) -> int:
         self._worker.receive(bytearray(b"".join(parts)))
+        return 0
 
     def flush(self) -> bool:
         return True

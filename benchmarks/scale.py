@@ -264,7 +264,7 @@ def bare_of(world: World, traffic: Traffic, steps: int) -> tuple[float, ...]:
     completions, all_calls = size.prompts * size.group, sum(calls.values())
     return (
         frames_s(traffic) / steps,
-        heads_s(traffic, all_calls) / steps,
+        heads_s(traffic) / steps,
         payloads_s(size.engines, completions, calls["collect"] // steps, size.tokens),
         objects_s(completions, size.tokens),
         calls_s(all_calls // steps),

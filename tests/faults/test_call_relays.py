@@ -4,14 +4,18 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.base.transport import auth_handshake
+from lockstep.base.wait_state import Stalled
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from cluster_services import Plain
@@ -19,6 +23,7 @@ from relayed_cluster import RelayedCluster, await_relay
 
 from lockstep.cluster import call_relays
 from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
+from lockstep.cluster.rpc import relayed_connection
 from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
 from lockstep.cluster.rpc.group_calls import submit_all
 from lockstep.cluster.rpc.relay_messages import RELAY_FILE
@@ -172,3 +177,47 @@ def test_a_malformed_frame_of_a_relay_ends_its_connection_only(
     link.handle_frame = garbled  # type: ignore[method-assign]
     assert gather_results(submit_all(workers, Plain.add, [(1,)] * WORKERS), "sums") == [1] * WORKERS
     await_relay(*workers, other_than=link)
+
+
+def test_a_connection_that_is_open_at_one_end_only_does_not_cost_a_healthy_relay(
+    cluster: RelayedCluster, workers: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relayed_connection, "RELAY_SILENT_S", 2.0)
+    link, pid = await_relay(*workers), relay_pid(cluster)
+    name = link.connection.peer.name
+    ghost = auth_handshake.connect(
+        *cluster._server.address, token=cluster._token, run=cluster._run, generation=1, name=name
+    )
+    with ghost:  # nothing is ever sent over it, as if its other end had lost it and connected anew
+        again = await_relay(*workers, other_than=link)
+        until(lambda: [*cluster._server._links.values()] == [again])
+        time.sleep(4.0)
+        assert gather_results(submit_all(workers, Plain.add, [(rank,) for rank in range(3)]), "sums") == [0, 1, 2]
+        assert relay_pid(cluster) == pid and await_relay(*workers) is again
+    assert "the call relay of" not in caplog.text
+
+
+def test_a_stuck_worker_is_named_while_data_of_another_one_pass_the_relay(
+    cluster: RelayedCluster, workers: list[Any]
+) -> None:
+    await_relay(*workers)
+    padding, ending = np.zeros(64 << 20, np.uint8), threading.Event()
+
+    def keep_busy() -> None:
+        while not ending.is_set():
+            assert workers[0].submit(Plain.note, 7, padding).result("its data") == 0
+
+    os.kill(workers[1].pid, signal.SIGSTOP)
+    sending = threading.Thread(target=keep_busy)
+    try:
+        stuck = submit_all(workers[1:], Plain.add, [(1,), (2,)])
+        sending.start()
+        began = time.monotonic()
+        with pytest.raises(Stalled) as raised:
+            gather_results(stuck, "sums", stall_s=3.0)
+        assert raised.value.waits_for == "w-1" and time.monotonic() - began < 15
+    finally:
+        ending.set()
+        sending.join(60)
+        os.kill(workers[1].pid, signal.SIGCONT)
+    assert gather_results(stuck, "sums") == [1, 2]

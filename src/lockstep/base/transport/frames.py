@@ -124,6 +124,9 @@ class Connection:
         self.max_frame = max_frame
         self.bulk_bytes = 0
         """Bytes of large frames transferred so far, in both directions; grows while a frame is being transferred."""
+        self.written_bytes = 0
+        """All bytes written so far."""
+        self._queued_bytes = 0
         self._socket = sock
         self._closed = False
         self._sending = threading.Lock()
@@ -151,8 +154,9 @@ class Connection:
         """Returns the socket's descriptor, for selectors; -1 after closing."""
         return self._socket.fileno()
 
-    def queue(self, *parts: Buffer) -> None:
+    def queue(self, *parts: Buffer) -> int:
         """Queues a frame, the concatenation of `parts`, for `flush`. Buffers must not change until they are written.
+        Returns the value that `written_bytes` has when all of it is written.
 
         Raises:
             FrameTooLarge: nothing was queued.
@@ -177,6 +181,8 @@ class Connection:
                 code.update(content.digest())
             frame = header, *parts, code.digest()
             self._outbox.extend((memoryview(b"".join(frame)),) if size < JOINED_BYTES else map(memoryview, frame))
+            self._queued_bytes += _LENGTH.size + size + 2 * CODE_BYTES
+            return self._queued_bytes
 
     def flush(self) -> bool:
         """Writes as much as the socket accepts without blocking. Returns whether everything is written.
@@ -263,6 +269,7 @@ class Connection:
             except OSError as error:
                 self.close()
                 raise ConnectionClosed(self.peer.name, os_error_reason(error)) from None
+            self.written_bytes += sent
             if sent >= BULK_BYTES or views[0].nbytes >= BULK_BYTES:
                 self.bulk_bytes += sent
             while sent:

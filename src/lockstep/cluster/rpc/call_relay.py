@@ -17,10 +17,13 @@ from lockstep.cluster.rpc.codec import INLINE_BYTES
 from lockstep.cluster.rpc.relay_messages import (
     MAX_BATCH_BYTES,
     SAME,
+    Arrived,
+    CallResults,
     ChannelClosed,
     ChannelOpened,
     RelayAlive,
     RelayedAcks,
+    RelayedCall,
     RelayedCalls,
     RelayedFrames,
     RelayedResults,
@@ -50,7 +53,7 @@ class WorkerEnd(Protocol):
 
     bulk_bytes: int
 
-    def queue(self, *parts: Buffer) -> None: ...
+    def queue(self, *parts: Buffer) -> int: ...
     def flush(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -60,8 +63,11 @@ class _Batch:
     """A call of several workers."""
 
     method: str
+    channels: list[int]
     left: int
     """How many of them have not answered."""
+    results: dict[int, memoryview]
+    """By channel, what was not sent yet."""
 
 
 @dataclass(slots=True)
@@ -82,14 +88,20 @@ class CallRelay:
         send: queues a frame, given as parts, for the controller.
     """
 
-    def __init__(self, send: Callable[[Sequence[Buffer]], None]) -> None:
+    def __init__(self, send: Callable[[Sequence[Buffer]], object]) -> None:
         self._send_up = send
         self._numbers = itertools.count(1)
         self._channels: dict[int, _Channel] = {}
         self._owed: Counter[str] = Counter()
         """How many calls of batches are not answered, by method."""
+        self._called: list[int] = []
+        """The channels of the last calls."""
+        self._waiting: dict[int, _Batch] = {}
+        """Calls of which results were not sent yet, by id."""
+        self._answered_calls: dict[int, list[int]] = {}
+        """The channels of each call whose results were sent together and are not acknowledged, by id."""
         self._results: list[tuple[int, int, memoryview]] = []
-        """Channel, id and payload of results that were not sent yet."""
+        """Channel, id and payload of other results that were not sent yet."""
         self._frames: list[tuple[int, bytearray]] = []
         self._bytes = 0
         self.due = float("inf")
@@ -133,7 +145,7 @@ class CallRelay:
                 for channel, each in zip(channels, split_payloads(payload, sizes), strict=True):
                     self._send_down(channel, (each,))
             case RelayedAcks(arrived=arrived):
-                self._acknowledge(_by_channel(arrived))
+                self._acknowledge(self._by_channel(arrived))
             case ChannelClosed(channel=channel):
                 self.close(channel)
 
@@ -143,8 +155,13 @@ class CallRelay:
         self._bytes += len(frame)
         match message:
             case ResultMessage(id=number, patience_s=patience_s):
-                self._results.append((channel, number, payload))
-                self._deliver(self._delay_s(self._answered(self._channels.get(channel), number), patience_s))
+                batch = self._answered(self._channels.get(channel), number)
+                if batch is None:
+                    self._results.append((channel, number, payload))
+                else:
+                    batch.results[channel] = payload
+                    self._waiting[number] = batch
+                self._deliver(self._delay_s(batch, patience_s))
             case FailureMessage(id=number):
                 self._answered(self._channels.get(channel), number)
                 self._frames.append((channel, frame))
@@ -159,8 +176,14 @@ class CallRelay:
     def flush(self) -> None:
         """Sends what has arrived from workers."""
         results, self._results = self._results, []
+        waiting, self._waiting = self._waiting, {}
         frames, self._frames = self._frames, []
         self.due, self._bytes = float("inf"), 0
+        alone = len(waiting) == 1 and not results
+        for number, batch in waiting.items():
+            answers, batch.results = batch.results, {}
+            if not (alone and self._send_together(number, batch.channels, answers)):
+                results += [(channel, number, payload) for channel, payload in answers.items()]
         for part in cut_batches([len(payload) for _, _, payload in results]):
             channels, ids, payloads = map(list, zip(*results[part], strict=True))
             sizes, different = _without_repetitions(payloads)
@@ -168,6 +191,17 @@ class CallRelay:
         for part in cut_batches([len(frame) for _, frame in frames]):
             channels, bodies = map(list, zip(*frames[part], strict=True))
             self._send_up(pack_relayed(RelayedFrames(channels, list(map(len, bodies))), bodies))
+
+    def _send_together(self, number: int, channels: list[int], answers: Mapping[int, memoryview]) -> bool:
+        """Sends the results of all channels of a call as one, if they are there and not too large."""
+        if len(answers) < len(channels) or sum(map(len, answers.values())) > MAX_BATCH_BYTES:
+            return False
+        sizes, different = _without_repetitions([answers[channel] for channel in channels])
+        if len(different) == 1:
+            del sizes[1:]
+        self._answered_calls[number] = channels
+        self._send_up(pack_relayed(CallResults(number, sizes), different))
+        return True
 
     def report(self) -> None:
         """Tells the controller that this relay is alive, and which transfers have made progress."""
@@ -182,25 +216,48 @@ class CallRelay:
         """Writes what is left for a worker whose connection accepts data."""
         self._send_down(channel, None)
 
-    def _hand_out(self, calls: RelayedCalls, payload: memoryview) -> None:
-        count = len(calls.channels)
-        payloads = list(split_payloads(payload, calls.sizes))
-        if calls.bounds:
-            head, *columns = payloads
-            arguments = [[head, *pieces] for pieces in cut_columns(columns, calls.bounds, count)]
-        else:
-            arguments = [[each] for each in payloads] * (count if len(payloads) == 1 else 1)
-        batch, number, arrived = _Batch(calls.method, count), calls.id, _by_channel(calls.arrived)
-        self._owed[calls.method] += count
-        for channel, each in zip(calls.channels, arguments, strict=True):
+    def _hand_out(self, message: RelayedCalls, payload: memoryview) -> None:
+        channels = self._called = message.channels or self._called
+        if not channels:
+            raise ValueError("calls of no channels")
+        arrived = self._by_channel(message.arrived)
+        payloads = split_payloads(payload, [size for call in message.calls for size in call.sizes])
+        for call in message.calls:
+            own, payloads = payloads[: len(call.sizes)], payloads[len(call.sizes) :]
+            if call.pieces:
+                head, columns = own
+                arguments = [[head, *pieces] for pieces in cut_columns(columns, call.pieces, len(channels))]
+            else:
+                arguments = [[each] for each in own] * (len(channels) if len(own) == 1 else 1)
+            self._call(call, channels, arguments, arrived)
+        self._acknowledge(arrived)
+
+    def _call(
+        self, call: RelayedCall, channels: list[int], arguments: Sequence[Sequence[Buffer]],
+        arrived: dict[int, list[int]],
+    ) -> None:  # fmt: skip
+        """Sends a call to its workers, with the ids of their results that have arrived."""
+        batch = _Batch(call.method, channels, len(channels), {})
+        self._owed[call.method] += len(channels)
+        for channel, each in zip(channels, arguments, strict=True):
             if channel in self._channels:
-                self._channels[channel].open[number] = batch
-                call = CallMessage(number, calls.method, calls.concurrent, arrived.pop(channel, []))
-                self._send_down(channel, (pack_body(call), *each))
+                self._channels[channel].open[call.id] = batch
+                to_worker = CallMessage(call.id, call.method, call.concurrent, arrived.pop(channel, []))
+                self._send_down(channel, (pack_body(to_worker), *each))
             else:
                 batch.left -= 1
-                self._owed[calls.method] -= 1
-        self._acknowledge(arrived)
+                self._owed[call.method] -= 1
+
+    def _by_channel(self, arrived: Arrived) -> dict[int, list[int]]:
+        """The ids of results that have arrived, of each channel."""
+        calls, channels, ids = arrived
+        found: dict[int, list[int]] = {}
+        for number in calls:
+            for channel in self._answered_calls.pop(number, ()):
+                found.setdefault(channel, []).append(number)
+        for channel, number in zip(channels, ids, strict=True):
+            found.setdefault(channel, []).append(number)
+        return found
 
     def _acknowledge(self, arrived: Mapping[int, list[int]]) -> None:
         for channel, ids in arrived.items():
@@ -253,12 +310,3 @@ def _without_repetitions(payloads: Sequence[memoryview]) -> tuple[list[int], lis
             sizes.append(len(payload))
             different.append(payload)
     return sizes, different
-
-
-def _by_channel(arrived: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[int, list[int]]:
-    """The ids of results that have arrived, of each channel."""
-    found: dict[int, list[int]] = {}
-    for channels, ids in arrived:
-        for channel, number in zip(channels, ids, strict=True):
-            found.setdefault(channel, []).append(number)
-    return found

@@ -9,6 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
 
 from lockstep.base import waits
@@ -68,6 +70,9 @@ class WaitedCall(Protocol):
         """The calls that have failed."""
 
 
+_NAME, _STALL_LIMIT, _NOTICE_AFTER = map(attrgetter, ("name", "stall_limit_s", "notice_after_s"))
+_PROGRESS, _LAST_PROGRESS = map(attrgetter, ("progress_count", "last_progress_at"))
+
 _waits: set["CallWait"] = set()
 """The waits of all threads."""
 
@@ -91,6 +96,10 @@ class CallWait:
         self._began = self._checked_at = time.monotonic()
         self._resumed_at = 0.0
         self._noticed: dict[str, float] = {}
+        self._limit: Callable[[CallTarget], float] = _STALL_LIMIT if stall_s is None else lambda _: stall_s
+        bounds = (min(map(of, call.workers)) for call in calls for of in (_NOTICE_AFTER, self._limit))
+        self._unsuspicious_s = min(bounds, default=0.0)
+        """A worker that has been idle for less gives no cause for a notice, and is not stalled."""
 
     def until_done(self) -> None:
         """Returns when all calls are done; raises the first failure."""
@@ -98,9 +107,9 @@ class CallWait:
         try:
             self._await_last()
             if not self._changed.is_set() and not any(call.failures() for call in self.calls):
-                limit = max(self._limit(worker) for call in self.calls for worker in call.workers)
+                limit_s = max(max(map(self._limit, call.workers)) for call in self.calls)
                 waits.event(
-                    self._changed, waits_for=self._missing_workers(), why=self._why, stall_s=limit + 1.0,
+                    self._changed, waits_for=self._missing_workers(), why=self._why, stall_s=limit_s + 1.0,
                     progress=self._check_progress,
                     notice_after_s=None,
                 )  # fmt: skip
@@ -136,8 +145,9 @@ class CallWait:
 
     def _missing_workers(self) -> str:
         """The names of the workers whose results are missing."""
-        names = list(dict.fromkeys(worker.name for call in self.calls for worker in call.missing()))
-        return summarize_list(names, 4) or "workers"
+        missing = [call.missing() for call in self.calls]
+        workers = missing[0] if len(missing) == 1 else list(dict.fromkeys(chain.from_iterable(missing)))
+        return summarize_list(workers, 4, _NAME) or "workers"
 
     def _await_last(self) -> None:
         """Waits for the last call that is open, and then for the last one that still is: with thousands of calls this
@@ -156,24 +166,23 @@ class CallWait:
         if any(each is call for each in self.calls):
             self._changed.set()
 
-    def _limit(self, worker: CallTarget) -> float:
-        return worker.stall_limit_s if self._stall_s is None else self._stall_s
-
     def _check_progress(self) -> object:
         """Checks the stall clock of every worker, and reports workers without progress."""
         now = time.monotonic()
         if now - self._checked_at > OVERDUE_CHECK_S:
             self._resumed_at = now
         self._checked_at = now
-        progress = 0
-        missing = [(call, worker) for call in self.calls for worker in call.missing()]
-        self._left = len(missing)
+        missing = [(call, call.missing()) for call in self.calls]
+        self._left = sum(len(workers) for _, workers in missing)
         if self._left != self._reported:
             self._reported = self._left
             narrow_wait(self._missing_workers())
-        for call, worker in missing:
-            progress += worker.progress_count
-            self._check_stall(worker, call.submitted_at, now)
+        for call, workers in missing:
+            soonest = min(map(_LAST_PROGRESS, workers), default=now)
+            if self._noticed or now - soonest >= self._unsuspicious_s:
+                for worker in workers:
+                    self._check_stall(worker, call.submitted_at, now)
+        progress = sum(map(_PROGRESS, chain.from_iterable(workers for _, workers in missing)))
         return progress, self._left, self._resumed_at
 
     def _check_stall(self, worker: CallTarget, submitted_at: float, now: float) -> None:

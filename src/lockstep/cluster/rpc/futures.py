@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, Generic, TypeVar
 
 from lockstep.base.wait_state import Stalled
@@ -135,9 +135,11 @@ class CallGroup(Sequence[PendingCall[R]]):
         self._lock = threading.Lock()
         self._left = len(workers)
         self._arrived: list[tuple[Sequence[CallTarget], Sequence[memoryview], float]] = []
-        """Workers with their encoded results, and when these arrived, which are not in `_answers` yet."""
+        """Workers with their encoded results, and when these arrived."""
         self._answers: dict[CallTarget, tuple[memoryview, float]] = {}
-        """The encoded result of each worker, and when it arrived: filled when somebody asks for one worker."""
+        """The encoded result of each worker, and when it arrived: of so many of `_arrived` as somebody has needed."""
+        self._known = 0
+        """How many entries of `_arrived` are in `_answers`."""
         self._errors: dict[CallTarget, tuple[Exception, float]] = {}
         self._calls: dict[CallTarget, PendingCall[R]] = {}
         """The handles that were asked for."""
@@ -226,9 +228,9 @@ class CallGroup(Sequence[PendingCall[R]]):
 
     def _all_answers(self) -> dict[CallTarget, tuple[memoryview, float]]:
         """The encoded result of each worker, and when it arrived. The caller holds the lock."""
-        for workers, payloads, now in self._arrived:
+        for workers, payloads, now in self._arrived[self._known :]:
             self._answers.update(zip(workers, zip(payloads, repeat(now), strict=False), strict=True))
-        self._arrived.clear()
+        self._known = len(self._arrived)
         return self._answers
 
     def _read_all(self, payloads: Sequence[memoryview]) -> list[R]:
@@ -243,7 +245,7 @@ class CallGroup(Sequence[PendingCall[R]]):
     def any_value(self) -> R:
         """The result of one of the workers, when all are there and none has failed."""
         with self._lock:
-            payload = self._arrived[0][1][0] if self._arrived else next(iter(self._answers.values()))[0]
+            payload = self._arrived[0][1][0]
         return self._read(payload)
 
     def missing(self) -> Sequence[CallTarget]:
@@ -251,8 +253,8 @@ class CallGroup(Sequence[PendingCall[R]]):
         if not self._left:
             return ()
         with self._lock:
-            answers = self._all_answers()
-        return [each for each in self.workers if each not in answers and each not in self._errors]
+            settled = set(chain.from_iterable(workers for workers, _, _ in self._arrived)).union(self._errors)
+        return [each for each in self.workers if each not in settled] if settled else self.workers
 
     def failures(self) -> Sequence[PendingCall[R]]:
         """The calls that have failed."""

@@ -13,10 +13,11 @@ from lockstep.base.transport.frames import Buffer, WireError
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.codec import OWN_BYTES, MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import CallGroup
-from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall
-from lockstep.cluster.rpc.relay_messages import MAX_BATCH_BYTES, cut_batches
+from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall, RelayedArguments
+from lockstep.cluster.rpc.relay_messages import MAX_BATCH_BYTES, PADDING, cut_batches, padded
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink
 from lockstep.cluster.rpc.remote_worker import RemoteWorker, SharedArguments
+from lockstep.cluster.rpc.rpc_messages import ALIGN
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,10 +63,11 @@ class _OwnArguments:
     def of(self, worker: RemoteWorker) -> Sequence[Buffer]:
         return (self._payloads[worker],)
 
-    def messages(self, workers: Sequence[RemoteWorker]) -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
+    def messages(self, workers: Sequence[RemoteWorker]) -> Iterator[RelayedArguments]:
         payloads = [self._payloads[worker] for worker in workers]
-        for part in cut_batches(list(map(len, payloads))):
-            yield part, payloads[part], b""
+        sizes = list(map(len, payloads))
+        for part in cut_batches(sizes):
+            yield RelayedArguments(len(payloads[part]), padded(payloads[part]), sizes[part])
 
 
 class _ScatteredArguments:
@@ -74,19 +76,25 @@ class _ScatteredArguments:
     def __init__(self, signature: MethodSignature, arguments: Scattered, workers: Iterable[Any]) -> None:
         own = arguments.own
         self._head = signature.encode_head(((*own.shared, OWN_BYTES), *arguments.others))
-        self._columns, self._bounds = own.columns, np.asarray(own.bounds, np.int64)
-        self._ends: list[int] = self._bounds.sum(axis=0).tolist()
+        self._columns = own.columns
+        bounds = np.asarray(own.bounds, np.int64)
+        self._pieces = np.diff(bounds).T.astype(np.uint32, order="C")
+        """Bytes of each worker in each column."""
+        self._bounds: list[list[int]] = bounds.T.tolist()
+        self._ends: list[int] = bounds.sum(axis=0).tolist()
         """Bytes of all workers before each worker."""
         self._index = dict(zip(workers, itertools.count(), strict=False))
 
     def of(self, worker: RemoteWorker) -> Sequence[Buffer]:
-        return self._between(self._index[worker], self._index[worker] + 1)
+        return [self._head, *self._between(self._index[worker], self._index[worker] + 1)]
 
-    def messages(self, workers: Sequence[RemoteWorker]) -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
+    def messages(self, workers: Sequence[RemoteWorker]) -> Iterator[RelayedArguments]:
         rows = [self._index[worker] for worker in workers]
         for part in self._side_by_side(rows):
             first, last = rows[part][0], rows[part][-1] + 1
-            yield part, self._between(first, last), self._bounds[:, first : last + 1].tobytes()
+            size = self._ends[last] - self._ends[first]
+            payload = [*padded((self._head,)), *self._between(first, last), PADDING[-size % ALIGN]]
+            yield RelayedArguments(last - first, payload, [len(self._head), size], self._pieces[first:last].tobytes())
 
     def _side_by_side(self, rows: list[int]) -> Iterator[slice]:
         """The parts of these rows that are next to each other in the columns, and not too large for a message."""
@@ -101,9 +109,12 @@ class _ScatteredArguments:
                 yield slice(begin, end)
                 begin = end
 
-    def _between(self, first: int, last: int) -> Sequence[Buffer]:
-        parts = map(slice, self._bounds[:, first].tolist(), self._bounds[:, last].tolist())
-        return [self._head, *map(memoryview.__getitem__, self._columns, parts)]
+    def _between(self, first: int, last: int) -> Iterator[memoryview]:
+        return map(memoryview.__getitem__, self._columns, map(slice, self._bounds[first], self._bounds[last]))
+
+
+MethodCall = tuple[Callable[..., Any], Iterable[tuple[Any, ...]] | Scattered]
+"""A method, and the positional arguments of each worker."""
 
 
 def submit_all(
@@ -117,30 +128,71 @@ def submit_all(
     Raises:
         TypeError: as `RemoteWorker.submit`. Some workers may have been called.
     """
+    return submit_in_turn(workers, (method, arguments))[0]
+
+
+def submit_in_turn(workers: Sequence[Worker], *calls: MethodCall) -> list[Sequence[PendingResult[Any]]]:
+    """Like `submit_all` for several calls of the same workers, which follow each other: a relay gets one message for
+    all of them. Returns the results of each call."""
     remote = [worker for worker in workers if isinstance(worker, RemoteWorker)]
     if len(remote) < len(workers) or len(set(remote)) < len(remote):  # of another cluster, or called twice
-        own = map(arguments.of, itertools.count()) if isinstance(arguments, Scattered) else arguments
-        return [worker.submit(method, *each) for worker, each in zip(workers, own, strict=False)]  # type: ignore[call-arg]
-    signature = signature_of(method)
-    encoded = _encode(signature, arguments, remote)
-    group: CallGroup[R] = CallGroup(remote, signature.qualified, signature.decode_result, signature.concurrent)
+        return [_submit_each(workers, *call) for call in calls]
+    new = [_NewCall.of(remote, *call) for call in calls]
     by_link: dict[CallRelayLink | None, list[RemoteWorker]] = {}
     for link, side_by_side in itertools.groupby(remote, _LINK):
         by_link.setdefault(link, []).extend(side_by_side)
     for worker in by_link.pop(None, ()):
-        worker.send_new_call(group, signature, encoded)
+        for call in new:
+            worker.send_new_call(call.group, call.signature, call.arguments)
     for link, of_link in by_link.items():
         if link is not None:
-            _send(link, group, signature, encoded, of_link)
-    return group
+            _send(link, new, of_link)
+    return [call.group for call in new]
 
 
 _LINK = attrgetter("link")
 
 
+def _submit_each(
+    workers: Sequence[Worker], method: Callable[..., R], arguments: Iterable[tuple[Any, ...]] | Scattered
+) -> Sequence[PendingResult[R]]:
+    own = map(arguments.of, itertools.count()) if isinstance(arguments, Scattered) else arguments
+    return [worker.submit(method, *each) for worker, each in zip(workers, own, strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class _NewCall:
+    """A call of many workers that has not been sent to all of them."""
+
+    group: CallGroup[Any]
+    signature: MethodSignature
+    arguments: CallArguments
+
+    @classmethod
+    def of(
+        cls, workers: list[RemoteWorker], method: Callable[..., Any], given: Iterable[tuple[Any, ...]] | Scattered
+    ) -> "_NewCall":
+        signature = signature_of(method)
+        arguments = _encode(signature, given, workers)
+        group: CallGroup[Any] = CallGroup(workers, signature.qualified, signature.decode_result, signature.concurrent)
+        return cls(group, signature, arguments)
+
+    def of_relay(
+        self, link: CallRelayLink, workers: list[RemoteWorker], channels: list[int]
+    ) -> Iterator[tuple[OpenCall, RelayedArguments]]:
+        """The call of workers behind a relay, in as many parts as their arguments need messages."""
+        ids, done = workers[0].call_ids, 0
+        for own in self.arguments.messages(workers):
+            some, of_some = workers, channels
+            if own.count is not None and own.count < len(workers):
+                some, of_some = workers[done : done + own.count], channels[done : done + own.count]
+                done += own.count
+            yield OpenCall(next(ids), self.group, self.signature, self.arguments, some, of_some, link), own
+
+
 def _encode(
     signature: MethodSignature, arguments: Iterable[tuple[Any, ...]] | Scattered, workers: list[RemoteWorker]
-) -> Any:
+) -> CallArguments:
     if isinstance(arguments, Scattered):
         return _ScatteredArguments(signature, arguments, workers)
     given = list(arguments)
@@ -152,25 +204,21 @@ def _encode(
     return _OwnArguments(dict(zip(workers, payloads, strict=True)))
 
 
-def _send(
-    link: CallRelayLink,
-    group: CallGroup[Any],
-    signature: MethodSignature,
-    arguments: CallArguments,
-    workers: list[RemoteWorker],
-) -> None:
-    """Sends a call to workers behind one relay, with their node's lock, so that calls of other threads come before or
-    after it on the link, as their ids say."""
-    calls = workers[0].node.calls
-    with calls.lock:
-        there = [worker for worker in workers if worker.link is link]
+def _send(link: CallRelayLink, new: Sequence[_NewCall], workers: list[RemoteWorker]) -> None:
+    """Sends calls to workers behind one relay, with their node's lock, so that calls of other threads come before or
+    after them on the link, as their ids say."""
+    open_calls = workers[0].node.calls
+    with open_calls.lock:
+        channels = [worker.channel for worker in workers if worker.link is link]
+        there = workers if len(channels) == len(workers) else [worker for worker in workers if worker.link is link]
         if there:
-            channels = [worker.channel for worker in there]
-            call = OpenCall(next(there[0].call_ids), group, signature, arguments, there, channels, link)
-            calls.add(call)
+            calls = [each for call in new for each in call.of_relay(link, there, channels)]
+            for call, _ in calls:
+                open_calls.add(call)
             with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
-                link.send_calls(call)
-        if len(there) < len(workers):  # some have ended, or connected anew
+                link.send_calls(calls)
+        if there is not workers:  # some have ended, or connected anew
             for worker in workers:
                 if worker not in there:
-                    worker.send_new_call(group, signature, arguments)
+                    for each in new:
+                        worker.send_new_call(each.group, each.signature, each.arguments)

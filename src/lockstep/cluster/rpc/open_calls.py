@@ -1,8 +1,8 @@
 """The calls of a node's workers that are not answered yet."""
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.base.transport.frames import Buffer
@@ -20,9 +20,20 @@ class CallArguments(Protocol):
     def of(self, worker: "RemoteWorker") -> Sequence[Buffer]:
         """The parts of the payload for one worker."""
 
-    def messages(self, workers: "Sequence[RemoteWorker]") -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
-        """What is sent to the relay of these workers: some of the workers at a time, with the payloads and bounds of
-        `RelayedCalls`."""
+    def messages(self, workers: "Sequence[RemoteWorker]") -> "Iterable[RelayedArguments]":
+        """What is sent to the relay of these workers, for some of them after the others."""
+
+
+@dataclass(slots=True)
+class RelayedArguments:
+    """The arguments of some workers, with sizes and pieces as in `RelayedCall`."""
+
+    count: int | None
+    """How many workers; None: all."""
+    payload: Sequence[Buffer]
+    """Its parts, padded."""
+    sizes: list[int]
+    pieces: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +47,7 @@ class OpenCall:
     signature: MethodSignature
     arguments: CallArguments
     workers: "Sequence[RemoteWorker]"
-    channels: Sequence[int] = ()
+    channels: list[int] = field(default_factory=list)
     """The channels of the workers in their node's relay; none for a worker that is called by itself."""
     link: "CallRelayLink | None" = None
     """The connection to that relay. A relay that replaces it numbers its channels anew."""
@@ -79,14 +90,12 @@ class OpenCalls:
                 del self._calls[number]
             return call
 
-    def take_complete(self, number: int, channels: Sequence[int], link: "CallRelayLink") -> OpenCall | None:
-        """Records that all workers of a call have answered in one message. Returns None, and does nothing, unless these
-        are their channels on the connection that they were called over, in any order, and none had answered before."""
+    def take_all(self, number: int, link: "CallRelayLink") -> OpenCall | None:
+        """Records that all workers of a call have answered in one message of the relay that it was sent over. Returns
+        None if it was sent over another one, or all have answered before. Those that had are not in `left`."""
         with self.lock:
             call = self._calls.get(number)
-            if call is None or call.link is not link or call.left is not None or len(call.channels) != len(channels):
-                return None
-            if call.channels != channels and set(call.channels) != set(channels):
+            if call is None or call.link is not link:
                 return None
             del self._calls[number]
             return call

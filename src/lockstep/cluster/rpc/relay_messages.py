@@ -7,6 +7,8 @@ would carry.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import add
 
 import msgspec
 
@@ -20,22 +22,32 @@ SAME = -1
 MAX_BATCH_BYTES = 32 << 20
 """Larger payloads travel in several messages, so that none is held back by many others for long."""
 
+Arrived = tuple[list[int], list[int], list[int]]
+"""Results that have arrived, so that their workers need not keep them: the ids of calls whose results came as one
+`CallResults`; and channels with the ids of other results."""
 
-class RelayedCalls(msgspec.Struct, tag=1, array_like=True):
-    """Controller to relay: one call of each of these channels. Payload: the arguments of each, or one for all. With
-    `bounds`: what all have in common, and columns of which each gets a piece."""
 
-    channels: list[int]
+class RelayedCall(msgspec.Struct, array_like=True):
+    """One call of several channels. Payload: the arguments of each, or one for all. With `pieces`: what all have in
+    common, and then columns, without gaps, of which each channel gets a piece."""
+
     id: int
-    """Of all these calls: ids are unique for each worker only."""
+    """The same for all channels: ids are unique for each worker only."""
     method: str
     concurrent: bool
     sizes: list[int]
-    arrived: list[tuple[list[int], list[int]]]
-    """As in `RelayedAcks`."""
-    bounds: bytes = b""
-    """int64 `[columns, channels + 1]`: where the piece of each channel begins in each column, in bytes, and the last
-    ends, counted from any place before the column."""
+    """Of the parts of the payload."""
+    pieces: bytes = b""
+    """uint32 `[channels, columns]`: the bytes of each piece."""
+
+
+class RelayedCalls(msgspec.Struct, tag=1, array_like=True):
+    """Controller to relay: calls of each of these channels, in this order. Payload: those of the calls."""
+
+    channels: list[int]
+    """Empty: the same as in the message of calls before this one, as usual."""
+    calls: list[RelayedCall]
+    arrived: Arrived
 
 
 class RelayedFrames(msgspec.Struct, tag=2, array_like=True):
@@ -43,6 +55,15 @@ class RelayedFrames(msgspec.Struct, tag=2, array_like=True):
 
     channels: list[int]
     sizes: list[int]
+
+
+class CallResults(msgspec.Struct, tag=8, array_like=True):
+    """Relay to controller: what all channels of a call have answered, in the order of the call. Payload: what each
+    method returned."""
+
+    id: int
+    sizes: list[int]
+    """Of each result, or `SAME`; a single size if all results are equal."""
 
 
 class RelayedResults(msgspec.Struct, tag=3, array_like=True):
@@ -68,9 +89,9 @@ class ChannelClosed(msgspec.Struct, tag=5, array_like=True):
 
 
 class RelayedAcks(msgspec.Struct, tag=7, array_like=True):
-    """Controller to relay: results that have arrived, as columns of channels and ids, so that they need not be kept."""
+    """Controller to relay: results that have arrived, and that no call has acknowledged."""
 
-    arrived: list[tuple[list[int], list[int]]]
+    arrived: Arrived
 
 
 class RelayAlive(msgspec.Struct, tag=6, array_like=True):
@@ -81,20 +102,25 @@ class RelayAlive(msgspec.Struct, tag=6, array_like=True):
 
 
 ToRelay = RelayedCalls | RelayedFrames | RelayedAcks | ChannelClosed
-FromRelay = RelayedFrames | RelayedResults | ChannelOpened | ChannelClosed | RelayAlive
+FromRelay = RelayedFrames | CallResults | RelayedResults | ChannelOpened | ChannelClosed | RelayAlive
 
 _to_relay = msgspec.msgpack.Decoder(ToRelay)
 _from_relay = msgspec.msgpack.Decoder(FromRelay)
-_PADDING = tuple(bytes(size) for size in range(ALIGN))
+PADDING = tuple(bytes(size) for size in range(ALIGN))
 
 
 def pack_relayed(message: ToRelay | FromRelay, payloads: Sequence[Buffer] = ()) -> list[Buffer]:
     """Returns the parts of a frame. Each payload begins at a multiple of 64 bytes."""
-    parts: list[Buffer] = [pack_body(message)]
+    return [pack_body(message), *padded(payloads)]
+
+
+def padded(payloads: Sequence[Buffer]) -> list[Buffer]:
+    """Payloads and what follows each, so that the next one begins at a multiple of 64 bytes."""
+    parts: list[Buffer] = []
     for payload in payloads:
         parts.append(payload)
         if padding := -len(payload) % ALIGN:
-            parts.append(_PADDING[padding])
+            parts.append(PADDING[padding])
     return parts
 
 
@@ -125,18 +151,17 @@ def split_payloads(payload: memoryview, sizes: Sequence[int]) -> list[memoryview
     return payloads
 
 
-def cut_columns(columns: Sequence[memoryview], bounds: bytes, channels: int) -> Iterator[list[memoryview]]:
-    """The pieces of each channel, one of each column. Raises ValueError for bounds outside of a column."""
-    edges = memoryview(bounds).cast("q")
-    if len(edges) != len(columns) * (channels + 1):
-        raise ValueError(f"{len(edges)} bounds of {len(columns)} columns and {channels} channels")
-    by_column = [edges[at : at + channels + 1].tolist() for at in range(0, len(edges), channels + 1)]
-    for column, own in zip(columns, by_column, strict=True):
-        if own[-1] - own[0] != len(column) or own != sorted(own):
-            raise ValueError("the bounds of a relayed call are not those of its columns")
-    cut = [(column, own, own[0]) for column, own in zip(columns, by_column, strict=True)]
-    for number in range(channels):
-        yield [column[own[number] - begin : own[number + 1] - begin] for column, own, begin in cut]
+def cut_columns(columns: memoryview, pieces: bytes, channels: int) -> Iterator[list[memoryview]]:
+    """The pieces of each channel, one of each column. Raises ValueError unless they make up the columns."""
+    count, rest = divmod(len(pieces), 4 * channels)
+    sizes = [] if rest else memoryview(pieces).cast("I").tolist()
+    if rest or sum(sizes) != len(columns):
+        raise ValueError(f"the pieces of {channels} channels do not make up columns of {len(columns)} bytes")
+    places = list(accumulate((sum(sizes[column::count]) for column in range(count - 1)), initial=0))
+    for row in range(0, len(sizes), count):
+        own = sizes[row : row + count]
+        yield [columns[place : place + size] for place, size in zip(places, own, strict=True)]
+        places = list(map(add, places, own))
 
 
 def cut_batches(sizes: Sequence[int]) -> Iterator[slice]:

@@ -3,16 +3,20 @@
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from lockstep.base.transport.frames import Buffer, Connection, WireError
-from lockstep.cluster.rpc.open_calls import OpenCall
+from lockstep.base.transport.frames import BULK_BYTES, Buffer, Connection, WireError
+from lockstep.cluster.rpc.open_calls import OpenCall, OpenCalls, RelayedArguments
 from lockstep.cluster.rpc.relay_messages import (
+    Arrived,
+    CallResults,
     ChannelClosed,
     ChannelOpened,
     RelayAlive,
     RelayedAcks,
+    RelayedCall,
     RelayedCalls,
     RelayedFrames,
     RelayedResults,
@@ -47,22 +51,47 @@ class CallRelayLink:
         self.connection, self._changed = connection, changed
         self.channels: dict[int, tuple[RelayedConnection, RemoteWorker]] = {}
         """The connections of workers, by channel."""
-        self._arrived: list[tuple[list[int], list[int]]] = []
-        """Channels and ids of results that are not acknowledged yet, as they came."""
+        self._calls: OpenCalls | None = None
+        """Those of the node, once a worker has connected."""
+        self._called: list[int] = []
+        """The channels of the last calls."""
+        self._arrived: Arrived = [], [], []
+        """Results that are not acknowledged yet."""
         self.heartbeat = PeerHeartbeat(RELAY_SILENT_S)
         self._transferred = 0
         """Bytes of large frames when the heartbeat was last checked."""
+        self._queued = self._written = 0
+        """Bytes that were queued on the connection, and those that had been written when the workers' transfers were
+        last counted."""
+        self._large: deque[tuple[int, int, Sequence[int]]] = deque()
+        """The large frames that were not written completely then: where each begins and ends, and its channels."""
 
     def is_silent(self) -> bool:
         """Whether the relay has sent nothing for too long, not even a part of a large frame. Called twice a second."""
+        self._count_transfers()
         if self.connection.bulk_bytes != self._transferred:
             self._transferred = self.connection.bulk_bytes
             self.heartbeat.received()
         self.heartbeat.tick()
         return self.heartbeat.too_long
 
+    def _count_transfers(self) -> None:
+        """Counts what was written of large frames for the workers to which these frames go, and for no others."""
+        written = self.connection.written_bytes
+        while self._large:
+            begin, end, channels = self._large[0]
+            moved = max(0, min(written, end) - max(self._written, begin))
+            for channel in channels:
+                if channel in self.channels:
+                    self.channels[channel][0].written += moved
+            if written < end:
+                break
+            self._large.popleft()
+        self._written = written
+
     def open(self, channel: int, worker: "RemoteWorker") -> None:
         """Adds the connection of a worker."""
+        self._calls = worker.node.calls
         self.channels[channel] = RelayedConnection(self, channel), worker
 
     def handle_frame(self, frame: bytearray, accept: Callable[["CallRelayLink", int, str], None]) -> None:
@@ -70,8 +99,10 @@ class CallRelayLink:
         connected. Raises ValueError if the frame is malformed."""
         message, payload = unpack_from_relay(frame)
         match message:
+            case CallResults(id=number, sizes=sizes):
+                self._settle_call(number, split_payloads(payload, sizes))
             case RelayedResults(channels=channels, ids=ids, sizes=sizes):
-                self._settle_calls(channels, ids, split_payloads(payload, sizes))
+                self._settle_some(channels, ids, split_payloads(payload, sizes))
             case RelayedFrames(channels=channels, sizes=sizes):
                 for number, part in zip(channels, split_payloads(payload, sizes), strict=True):
                     connection, worker = self.channels.get(number, _CLOSED)
@@ -88,26 +119,27 @@ class CallRelayLink:
                     if number in self.channels:
                         self.channels[number][0].moved = count
 
-    def _settle_calls(self, channels: list[int], ids: list[int], payloads: list[memoryview]) -> None:
-        """Hands results to the calls that wait for them, and acknowledges them with the next message."""
+    def _settle_call(self, number: int, payloads: list[memoryview]) -> None:
+        """Hands the results of all its workers to a call, and acknowledges them with the next message."""
+        call = None if self._calls is None else self._calls.take_all(number, self)
+        if call is not None:
+            workers = call.workers
+            if len(payloads) == 1:
+                payloads *= len(workers)
+            if len(payloads) != len(workers):
+                raise ValueError(f"{len(payloads)} results of {len(workers)} workers in a relayed frame")
+            if call.left is not None:  # some have connected anew meanwhile, and answered again
+                missing = [each for each in zip(workers, payloads, strict=True) if each[0] in call.left]
+                workers, payloads = [worker for worker, _ in missing], [payload for _, payload in missing]
+            _settle(call, workers, payloads, time.monotonic())
+        self._arrived[0].append(number)
+
+    def _settle_some(self, channels: list[int], ids: list[int], payloads: list[memoryview]) -> None:
+        """Hands over results of several calls, or of some of the workers that got one, and acknowledges them with the
+        next message."""
         if not len(channels) == len(ids) == len(payloads) or not ids:
             raise ValueError(f"{len(channels)} channels, {len(ids)} ids and {len(payloads)} results in a relayed frame")
         now = time.monotonic()
-        call = None
-        if ids.count(ids[0]) == len(ids) and channels[0] in self.channels:
-            call = self.channels[channels[0]][1].node.calls.take_complete(ids[0], channels, self)
-        if call is not None:
-            workers = call.workers
-            if channels != call.channels:  # the channel of a worker may be closed here already
-                by_channel = dict(zip(call.channels, workers, strict=True))
-                workers = [by_channel[channel] for channel in channels]
-            _settle(call, workers, payloads, now)
-        else:
-            self._settle_some(channels, ids, payloads, now)
-        self._arrived.append((channels, ids))
-
-    def _settle_some(self, channels: list[int], ids: list[int], payloads: list[memoryview], now: float) -> None:
-        """Hands over results of several calls, or of some of the workers that got one."""
         settled: dict[OpenCall, tuple[list[RemoteWorker], list[memoryview]]] = {}
         for channel, number, payload in zip(channels, ids, payloads, strict=True):
             worker = self.channels.get(channel, _CLOSED)[1]
@@ -124,30 +156,42 @@ class CallRelayLink:
             of_call[1].append(payload)
         for call, (workers, of_workers) in settled.items():
             _settle(call, workers, of_workers, now)
+        self._arrived[1].extend(channels)
+        self._arrived[2].extend(ids)
 
-    def send_calls(self, call: OpenCall) -> None:
-        """Sends a call to the workers of this relay that get it.
+    def send_calls(self, calls: Sequence[tuple[OpenCall, RelayedArguments]]) -> None:
+        """Sends calls to their workers, in one message if all are calls of the same channels.
 
         Raises:
             WireError: the connection is closed; nothing more is sent over it.
         """
-        signature = call.signature
-        for part, payloads, bounds in call.arguments.messages(call.workers):
-            arrived, self._arrived = self._arrived, []
-            message = RelayedCalls(
-                list(call.channels[part]), call.number, signature.name, signature.concurrent,
-                list(map(len, payloads)), arrived,
-                bounds,
-            )  # fmt: skip
-            self.connection.queue(*pack_relayed(message, payloads))
+        channels = calls[0][0].channels
+        if all(call.channels is channels for call, _ in calls):
+            self._queue_calls(channels, calls)
+        else:
+            for call, own in calls:
+                self._queue_calls(call.channels, [(call, own)])
         self.flush()
+
+    def _queue_calls(self, channels: list[int], calls: Sequence[tuple[OpenCall, RelayedArguments]]) -> None:
+        arrived, self._arrived = self._arrived, ([], [], [])
+        same = [] if channels == self._called else channels
+        message = RelayedCalls(same, [_relayed(*each) for each in calls], arrived)
+        self.queue(channels, pack_body(message), *[part for _, own in calls for part in own.payload])
+        self._called = channels
+
+    def queue(self, channels: Sequence[int], *parts: Buffer) -> None:
+        """Queues a frame for the workers of these channels. Raises FrameTooLarge, ConnectionClosed."""
+        begin, self._queued = self._queued, self.connection.queue(*parts)
+        if self._queued - begin > BULK_BYTES:
+            self._large.append((begin, self._queued, channels))
 
     def acknowledge(self) -> None:
         """Acknowledges the results that no call has acknowledged yet."""
-        if self._arrived:
-            arrived, self._arrived = self._arrived, []
+        if any(self._arrived):
+            arrived, self._arrived = self._arrived, ([], [], [])
             with contextlib.suppress(WireError):  # then the workers send them again
-                self.connection.queue(*pack_relayed(RelayedAcks(arrived)))
+                self.queue((), *pack_relayed(RelayedAcks(arrived)))
                 self.flush()
 
     def flush(self) -> None:
@@ -169,18 +213,21 @@ class RelayedConnection:
     def __init__(self, link: CallRelayLink, channel: int) -> None:
         self.link, self.channel = link, channel
         self.closed = False
-        self.moved = 0
-        """Bytes of large frames between the relay and the worker."""
+        self.moved = self.written = 0
+        """Bytes of large frames between the relay and the worker, and those for the worker that were written to the
+        relay."""
 
     @property
     def bulk_bytes(self) -> int:
-        """Grows while a large frame is being transferred: to or from this worker, or before it to the relay."""
-        return self.moved + (self.link.connection.bulk_bytes if self.link.connection.pending else 0)
+        """Grows while a large frame is being transferred: to or from this worker, or for it to the relay. Frames of
+        other workers do not count."""
+        return self.moved + self.written
 
-    def queue(self, *parts: Buffer) -> None:
+    def queue(self, *parts: Buffer) -> int:
         """Queues a frame. Raises FrameTooLarge, ConnectionClosed."""
         size = sum(memoryview(part).nbytes for part in parts)
-        self.link.connection.queue(pack_body(RelayedFrames([self.channel], [size])), *parts)
+        self.link.queue((self.channel,), pack_body(RelayedFrames([self.channel], [size])), *parts)
+        return size
 
     def flush(self) -> bool:
         """Writes as much as possible; the link writes the rest. Raises ConnectionClosed."""
@@ -196,10 +243,15 @@ class RelayedConnection:
         if self.link.connection.closed:
             return
         try:
-            self.link.connection.queue(*pack_relayed(ChannelClosed(self.channel)))
+            self.link.queue((), *pack_relayed(ChannelClosed(self.channel)))
             self.link.flush()
         except WireError:  # then the relay has closed it as well
             return
+
+
+def _relayed(call: OpenCall, own: RelayedArguments) -> RelayedCall:
+    signature = call.signature
+    return RelayedCall(call.number, signature.name, signature.concurrent, own.sizes, own.pieces)
 
 
 def _settle(call: OpenCall, workers: "Sequence[RemoteWorker]", payloads: Sequence[memoryview], now: float) -> None:

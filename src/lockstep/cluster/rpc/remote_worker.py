@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.base.folders import run_shm_dir
@@ -15,7 +14,8 @@ from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpe
 from lockstep.cluster.rpc.call_wait import OVERDUE_CHECK_S
 from lockstep.cluster.rpc.codec import MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import CallGroup, PendingCall
-from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall
+from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall, RelayedArguments
+from lockstep.cluster.rpc.relay_messages import padded
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
 from lockstep.cluster.rpc.rpc_messages import (
     START_CALL_ID,
@@ -42,17 +42,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
 class SharedArguments:
     """Arguments that are the same for all workers of a call."""
 
-    payload: Payload
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+        self._messages = (RelayedArguments(None, padded((payload,)), [len(payload)]),)
 
     def of(self, worker: "RemoteWorker") -> Sequence[Buffer]:
-        return (self.payload,)
+        return (self._payload,)
 
-    def messages(self, workers: "Sequence[RemoteWorker]") -> Iterator[tuple[slice, Sequence[Buffer], bytes]]:
-        yield slice(None), (self.payload,), b""
+    def messages(self, workers: "Sequence[RemoteWorker]") -> Sequence[RelayedArguments]:
+        return self._messages
 
 
 class RemoteWorker:

@@ -186,6 +186,7 @@ class RpcServer:
         name = connection.peer.name
         worker = self._workers.get(name)
         if name in self._relays:
+            self._end_links(name)
             self._links[connection] = CallRelayLink(connection, self._link_changed)
         elif worker is None or worker.dead:
             self._reject(name, connection)
@@ -266,6 +267,13 @@ class RpcServer:
             link.open(number, worker)
         else:
             self._reject(name, RelayedConnection(link, number))
+
+    def _end_links(self, name: str) -> None:
+        """Ends the connections of a relay that has connected anew. One of them may be open at this end only, and that
+        it is silent must not be taken for silence of the relay."""
+        for connection in [each for each in self._links if each.peer.name == name]:
+            self._drop(connection)
+            connection.close()
 
     def _check_relays(self) -> None:
         """Gives up relays that are silent."""

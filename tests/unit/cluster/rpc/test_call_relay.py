@@ -13,10 +13,12 @@ from lockstep.cluster.rpc.call_relay import DELAY_S, CallRelay
 from lockstep.cluster.rpc.codec import INLINE_BYTES
 from lockstep.cluster.rpc.relay_messages import (
     SAME,
+    CallResults,
     ChannelClosed,
     ChannelOpened,
     RelayAlive,
     RelayedAcks,
+    RelayedCall,
     RelayedCalls,
     RelayedFrames,
     RelayedResults,
@@ -49,11 +51,12 @@ class End:
         self.got: list[tuple[Any, bytes]] = []
         self.bulk_bytes, self.accepts, self.closed, self.broken = 0, True, False, False
 
-    def queue(self, *parts: Any) -> None:
+    def queue(self, *parts: Any) -> int:
         if self.broken:
             raise ConnectionClosed("worker", "broke")
         message, payload = unpack_to_worker(joined(parts))
         self.got.append((message, bytes(payload)))
+        return 0
 
     def flush(self) -> bool:
         return self.accepts
@@ -78,9 +81,9 @@ class Node:
         sent, self.sent[:] = list(self.sent), []
         return sent
 
-    def call(self, number: int, payloads: list[bytes], arrived: Any = ()) -> None:
+    def call(self, number: int, payloads: list[bytes], arrived: Any = ([], [], [])) -> None:
         sizes = list(map(len, payloads))
-        message = RelayedCalls(self.channels, number, "add", False, sizes, list(arrived))
+        message = RelayedCalls(self.channels, [RelayedCall(number, "add", False, sizes)], arrived)
         self.relay.from_controller(joined(pack_relayed(message, payloads)))
 
     def answer(self, place: int, message: Any, payload: bytes = b"") -> None:
@@ -94,6 +97,13 @@ def results(sent: list[tuple[Any, memoryview]]) -> list[tuple[int, int, bytes]]:
     return [(*each, bytes(part)) for *each, part in zip(message.channels, message.ids, parts, strict=True)]
 
 
+def together(sent: list[tuple[Any, memoryview]]) -> tuple[int, list[bytes]]:
+    """The id and the results of a call that all have answered."""
+    ((message, payload),) = sent
+    assert isinstance(message, CallResults)
+    return message.id, [bytes(part) for part in split_payloads(payload, message.sizes)]
+
+
 def test_every_worker_gets_its_call_and_all_results_leave_together() -> None:
     node = Node(3)
     node.call(7, [b"one", b"second", b""])
@@ -105,8 +115,7 @@ def test_every_worker_gets_its_call_and_all_results_leave_together() -> None:
     assert node.take() == [], "the third may come at any moment"
     assert 0 < node.relay.due - time.monotonic() <= DELAY_S
     node.answer(1, ResultMessage(7), b"b" * 100)
-    first, second, third = node.channels
-    assert results(node.take()) == [(third, 7, b"c"), (first, 7, b"aa"), (second, 7, b"b" * 100)]
+    assert together(node.take()) == (7, [b"aa", b"b" * 100, b"c"]), "in the order of the call"
     assert node.relay.due == float("inf")
 
 
@@ -168,10 +177,13 @@ def test_equal_results_are_sent_once_unless_their_arrays_may_be_changed() -> Non
         for place in range(3):
             node.answer(place, ResultMessage(size), bytes(size))
         sent = node.take()
-        assert [part for _, _, part in results(sent)] == [bytes(size)] * 3
-        ((message, payload),) = sent
-        assert len(payload) == (128 if size == 100 else 3 * size)
-        assert message.sizes == ([size, SAME, SAME] if size == 100 else [size] * 3)
+        assert together(sent) == (size, [bytes(size)] * (1 if size == 100 else 3))
+        assert len(sent[0][1]) == (128 if size == 100 else 3 * size)
+    node.call(7, [b""])
+    for place, answer in enumerate((b"a", b"b", b"b")):
+        node.answer(place, ResultMessage(7), answer)
+    sent = node.take()
+    assert together(sent) == (7, [b"a", b"b", b"b"]) and sent[0][0].sizes == [1, 1, SAME]
 
 
 def test_heartbeats_of_a_node_leave_together() -> None:
@@ -213,12 +225,37 @@ def test_acknowledgements_reach_the_workers_that_keep_the_results() -> None:
     node = Node(3)
     first, second, third = node.channels
     node.channels = [first, second]
-    node.call(5, [b""], [([first, third], [3, 3]), ([first], [4])])
+    node.call(5, [b""], ([], [first, third, first], [3, 3, 4]))
     assert node.ends[0].got[0][0] == CallMessage(5, "add", False, [3, 4])
     assert node.ends[1].got[0][0] == CallMessage(5, "add", False, [])
     assert node.ends[2].got[0][0] == AckMessage([3])
-    node.relay.from_controller(joined(pack_relayed(RelayedAcks([([second], [5])]))))
+    node.relay.from_controller(joined(pack_relayed(RelayedAcks(([], [second], [5])))))
     assert node.ends[1].got[1][0] == AckMessage([5])
+    for place in (0, 1):
+        node.answer(place, ResultMessage(5))
+    assert together(node.take())[0] == 5
+    node.call(6, [b""], ([5], [], []))
+    assert [node.ends[place].got[-1][0] for place in (0, 1)] == [CallMessage(6, "add", False, [5])] * 2
+    node.relay.from_controller(joined(pack_relayed(RelayedAcks(([5], [], [])))))
+    assert not isinstance(node.ends[0].got[-1][0], AckMessage), "a call is acknowledged once"
+
+
+def test_calls_in_one_message_follow_each_other_and_channels_are_named_once() -> None:
+    node = Node(2)
+    calls = [RelayedCall(1, "add", False, [2, 1]), RelayedCall(2, "sub", True, [1])]
+    node.relay.from_controller(
+        joined(pack_relayed(RelayedCalls(node.channels, calls, ([], [], [])), [b"aa", b"b", b"c"]))
+    )
+    again = RelayedCalls([], [RelayedCall(3, "add", False, [1])], ([], [], []))
+    node.relay.from_controller(joined(pack_relayed(again, [b"d"])))
+    for end, own in zip(node.ends, (b"aa", b"b"), strict=True):
+        assert end.got == [
+            (CallMessage(1, "add", False), own),
+            (CallMessage(2, "sub", True), b"c"),
+            (CallMessage(3, "add", False), b"d"),
+        ]
+    with pytest.raises(ValueError, match="no channels"):
+        Node(1).relay.from_controller(joined(pack_relayed(again, [b"d"])))
 
 
 def test_other_messages_pass_unchanged_and_a_full_connection_is_written_later() -> None:

@@ -22,8 +22,8 @@ from lockstep.cluster.rpc.futures import (
     on_answers,
     wait_for_calls,
 )
-from lockstep.cluster.rpc.group_calls import Scattered, submit_all
-from lockstep.cluster.rpc.relay_messages import RelayedResults, cut_columns, pack_relayed
+from lockstep.cluster.rpc.group_calls import Scattered, submit_all, submit_in_turn
+from lockstep.cluster.rpc.relay_messages import CallResults, RelayedResults, cut_columns, pack_relayed
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import CallMessage, FailureMessage, ResultMessage, ResumeMessage, pack_message
@@ -39,7 +39,7 @@ class Adder:
 class Node:
     """The workers of a node behind a real relay, without sockets. They answer when `answer` is called."""
 
-    closed, bulk_bytes, pending = False, 0, False
+    closed, bulk_bytes, written_bytes, pending = False, 0, 0, False
     peer = PeerIdentity("run", 1, "relay")
 
     def __init__(self, name: str, ranks: Sequence[int], call_ids: Any, stall_limit_s: float = 60.0) -> None:
@@ -60,9 +60,10 @@ class Node:
     def _accept(self, link: CallRelayLink, channel: int, name: str) -> None:
         link.open(channel, self.workers[int(name[2:])])
 
-    def queue(self, *parts: Any) -> None:
+    def queue(self, *parts: Any) -> int:
         self.messages += 1
         self.relay.from_controller(bytearray(b"".join(parts)))
+        return 0
 
     def flush(self) -> bool:
         return True
@@ -85,10 +86,11 @@ class _Behind:
     def __init__(self, node: Node, rank: int) -> None:
         self.node, self.rank = node, rank
 
-    def queue(self, *parts: Any) -> None:
+    def queue(self, *parts: Any) -> int:
         message, payload = unpack(bytearray(b"".join(parts)))
         if isinstance(message, CallMessage):
             self.node.got[self.rank] = message, bytes(payload)
+        return 0
 
     def flush(self) -> bool:
         return True
@@ -139,10 +141,42 @@ def test_results_in_one_message_belong_to_their_workers_in_any_order() -> None:
         node.answer(rank)
     del node.relay.flush  # type: ignore[method-assign]
     node.relay.flush()
-    assert answered == [(["w-2", "w-0", "w-1"], [11, 7, 9])]
+    assert answered == [(["w-0", "w-1", "w-2"], [7, 9, 11])]
     assert gather_results(calls, "sums") == [7, 9, 11] and not any(
         node.workers[0].node.calls.of(each) for each in workers
     )
+
+
+def test_calls_in_turn_are_one_message_of_a_relay() -> None:
+    nodes, workers = two_nodes((0, 1), (2,))
+    direct = _Direct()
+    workers[2].handle_message(direct, ResumeMessage(0, 1), memoryview(b""))
+    first, second = submit_in_turn(workers, (Adder.add, Scattered(columns(3), (1,))), (Adder.add, [((5, _ONE), 2)] * 3))
+    assert nodes[0].messages == 1 and [call.method for call, _ in direct.got] == ["add", "add"]
+    nodes[0].answer(1)  # the second, since the node keeps the last call of each worker
+    nodes[0].answer(0)
+    workers[2].handle_message(direct, ResultMessage(direct.got[1][0].id), memoryview(_encoded(7)))
+    assert gather_results(second, "sums") == [7, 7, 7] and not first.done()  # type: ignore[attr-defined]
+
+
+_ONE = np.ones(1, np.uint8)
+
+
+def _encoded(value: int) -> Any:
+    return signature_of(Adder.add).encode_result(value)
+
+
+def test_results_that_come_again_with_those_of_the_others_count_once() -> None:
+    """A worker that connects anew may answer over its new connection before the relay sends the results of all."""
+    nodes, workers = two_nodes((0, 1), ())
+    calls = submit_all(workers, Adder.add, Scattered(columns(2), (1,)))
+    node = nodes[0]
+    number = node.got[0][0].id
+    workers[1].handle_message(node.link.channels[2][0], ResultMessage(number), memoryview(_encoded(9)))
+    frame = pack_relayed(CallResults(number, [len(_encoded(7))] * 2), [_encoded(7), _encoded(1)])
+    for _ in range(2):
+        node.link.handle_frame(bytearray(b"".join(frame)), node._accept)
+    assert gather_results(calls, "sums") == [7, 9]
 
 
 def test_results_of_a_worker_whose_connection_is_closed_meanwhile_count() -> None:
@@ -182,6 +216,7 @@ def test_a_malformed_frame_of_results_is_refused() -> None:
         RelayedResults([], [], []),
         RelayedResults([1, 2], [1], [0, 0]),
         RelayedResults([1, 2], [1, 1], [0]),
+        CallResults(1, [0, 0, 0]),
     ):
         with pytest.raises(ValueError, match="relayed frame"):
             nodes[0].link.handle_frame(bytearray(b"".join(pack_relayed(message))), nodes[0]._accept)
@@ -271,10 +306,11 @@ class _Direct:
     def __init__(self) -> None:
         self.got: list[tuple[CallMessage, bytes]] = []
 
-    def queue(self, *parts: Any) -> None:
+    def queue(self, *parts: Any) -> int:
         message, payload = unpack(bytearray(b"".join(parts)))
         if isinstance(message, CallMessage):
             self.got.append((message, bytes(payload)))
+        return 0
 
     def flush(self) -> bool:
         return True
@@ -282,14 +318,13 @@ class _Direct:
     def close(self) -> None: ...
 
 
-def test_bounds_outside_of_their_columns_are_refused() -> None:
-    good = np.asarray([[0, 1, 4], [0, 2, 2]], np.int64)
-    views = [memoryview(b"abcd"), memoryview(b"xy")]
-    for bounds in (good, good + 7):
-        assert [b"".join(each) for each in cut_columns(views, bounds.tobytes(), 2)] == [b"axy", b"bcd"]
-    for bad in (good[:1], good[:, ::-1].copy(), np.asarray([[0, 1, 9], [0, 2, 2]], np.int64)):
-        with pytest.raises(ValueError, match="bounds"):
-            list(cut_columns(views, bad.tobytes(), 2))
+def test_pieces_that_do_not_make_up_their_columns_are_refused() -> None:
+    good = np.asarray([[1, 2], [3, 0]], np.uint32)
+    columns = memoryview(b"abcdxy")
+    assert [b"".join(each) for each in cut_columns(columns, good.tobytes(), 2)] == [b"axy", b"bcd"]
+    for bad in (good[:1].tobytes(), (good + 1).tobytes(), good.tobytes()[:-1], b""):
+        with pytest.raises(ValueError, match="pieces"):
+            list(cut_columns(columns, bad, 2))
 
 
 def test_large_arrays_are_not_combined_with_own_bytes() -> None:

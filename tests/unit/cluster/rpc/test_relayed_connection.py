@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection
-from lockstep.cluster.rpc.relayed_connection import CallRelayLink
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
 
 TOKEN = secrets.token_hex(32)
 LIMIT_S = 0.4
@@ -47,3 +47,22 @@ def test_a_relay_is_not_silent_while_a_large_frame_arrives(ends: tuple[CallRelay
     relay.queue(bytes(256 << 20))
     assert not silent_within(link, 3 * LIMIT_S, relay)
     assert silent_within(link, 3 * LIMIT_S), "it sends nothing more"
+
+
+def test_what_is_written_for_one_worker_is_no_progress_of_another(ends: tuple[CallRelayLink, Connection]) -> None:
+    """A large frame for one engine is on its way through the relay while another one is stuck."""
+    link, relay = ends
+    stuck, served = RelayedConnection(link, 1), RelayedConnection(link, 2)
+    link.channels |= {1: (stuck, None), 2: (served, None)}  # type: ignore[dict-item]
+    served.queue(bytes(64 << 20))
+    stuck.queue(b"a small frame behind it")
+    seen = [(stuck.bulk_bytes, served.bulk_bytes)]
+    while link.connection.pending:
+        link.flush()
+        assert not link.is_silent()
+        seen.append((stuck.bulk_bytes, served.bulk_bytes))
+        relay.recv(0)
+    link.is_silent()
+    assert {bytes_of_stuck for bytes_of_stuck, _ in seen} == {0} and stuck.bulk_bytes == 0
+    written = [bytes_of_served for _, bytes_of_served in seen]
+    assert written == sorted(written) and len(set(written)) > 2 and served.bulk_bytes >= 64 << 20
