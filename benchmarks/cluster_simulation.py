@@ -345,7 +345,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     axes.set_ylabel("share of the time that trains")
     axes.set_ylim(0, 1)
     axes.set_title(f"{found['gpus']:,} simulated GPUs, failure rates of four published clusters")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})

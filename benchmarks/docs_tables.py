@@ -1,5 +1,5 @@
-"""Writes the tables of docs/weight-sync.md, engines.md, ppo.md, recorder.md and deepspeed.md from the committed
-results: `python -m benchmarks.docs_tables`.
+"""Writes the tables of docs/weight-sync.md, engines.md, ppo.md, recorder.md, deepspeed.md and endurance.md from the
+committed results: `python -m benchmarks.docs_tables`.
 
 Needs none of the measured programs. A test compares the pages with the results. The goals were set before anything was
 measured; those that are not met are listed below each table.
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import deepspeed_beside_fsdp2, response_length
+from benchmarks import cluster_simulation, deepspeed_beside_fsdp2, response_length
 from benchmarks.comparison_table import markdown, markdown_head
 from benchmarks.docs_markers import into_page
+from benchmarks.endurance.summary import summary as endurance_summary
 from benchmarks.ppo_beside_grpo import table as ppo_table
 from benchmarks.recorder import table as recorder_table
 
@@ -165,7 +166,7 @@ def _about(rows: Sequence[Row]) -> str:
     return f"Medians{often}, one thread, float32{busy}."
 
 
-Table = tuple[str, str, str, Callable[[Sequence[Row]], list[str]]]
+Table = tuple[str, str, str, Callable[[Any], list[str]]]
 TABLES: tuple[Table, ...] = (
     ("weight-sync.md", "weights", "weights.jsonl", weights),
     ("engines.md", "builtin", "vllm-builtin.json", builtin),
@@ -175,14 +176,15 @@ TABLES: tuple[Table, ...] = (
     ("recorder.md", "cost", "recorder.json", recorder_table),
     ("ppo.md", "lengths", response_length.RESULTS.name, response_length.table),
     ("deepspeed.md", "fsdp2", deepspeed_beside_fsdp2.RESULTS.name, deepspeed_beside_fsdp2.table),
+    ("endurance.md", "endurance", "endurance.jsonl", endurance_summary),
+    ("endurance.md", "simulation", cluster_simulation.RESULTS.name, cluster_simulation.table),
 )
 """Page, name of its markers, file of results, and the function that makes the table."""
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> Any:
     text = path.read_text()
-    found: list[Row] = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
-    return found
+    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
 
 
 def main() -> None:
