@@ -7,7 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-import msgspec
+from lockstep.report.dashboard.metric_history import json_bytes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -40,7 +40,7 @@ class ApiProblem(Exception):
     def body(self) -> bytes:
         """The error as JSON."""
         fields = {"field": self.field, "value": self.value, "remedy": self.remedy, "message": self.message}
-        return msgspec.json.encode({"error": fields})
+        return json_bytes({"error": fields})
 
 
 class RequestGuard:

@@ -30,6 +30,10 @@ BUSY_S = 20.0
 """How long a request waits for another one that reads the same run."""
 
 
+UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError)
+"""What reading the records of a ledger may raise that somebody else wrote, or another version."""
+
+
 class RunBusy(RuntimeError):
     """A run is still being read for another request."""
 
@@ -56,6 +60,8 @@ class RunFeed:
         self._lock = threading.Lock()
         self._signature: tuple[Any, ...] | None = None
         self._metrics_signature: tuple[Any, ...] | None = None
+        self._began: float | None = None
+        """When the run began: another one may be created in its folder."""
         self._generation = -1
         self._done = 0
         self._metrics_generation, self._metrics_done = -1, 0
@@ -98,6 +104,20 @@ class RunFeed:
                 if curve is not None:
                     found[name] = curve
             return found
+
+    @property
+    def size(self) -> int:
+        """Bytes of the metrics in memory."""
+        return self._metrics.size + self._evaluations.size + self._clock.size
+
+    def forget(self) -> None:
+        """Drops the metrics, which are read again when they are asked for, unless the run is being read."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._metrics, self._evaluations, self._clock = MetricHistory(), MetricHistory(), MetricHistory()
+                self._metrics_generation, self._metrics_done, self._metrics_signature = -1, 0, None
+            finally:
+                self._lock.release()
 
     def config(self) -> dict[str, Any]:
         with self.current():
@@ -161,6 +181,9 @@ class RunFeed:
         """Reads all but the metrics."""
         self._generation, self._done = ledger.generation, ledger.steps_done()
         self._events, self._config = ledger.events(), ledger.config()
+        began = self._events[0].at if self._events else None
+        if began != self._began:
+            self._began, self._metrics_generation = began, -1
         newest = ledger.metrics_rows(after=self._done - 2, before=self._done)
         self._updated = max([row.at for row in newest] + [each.at for each in self._events[-1:]], default=None)
 

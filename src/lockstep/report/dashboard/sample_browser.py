@@ -53,7 +53,7 @@ class ShownSample:
         return {
             "step": self.step, "index": self.index, "kind": self.kind, "prompt_id": self.sample.uid,
             "number": self.sample.number, "prompt": self.prompt[:chars], "completion": self.completion[:chars],
-            "answer": None if self.sample.answer is None else str(self.sample.answer)[:chars],
+            "answer": None if self.sample.answer is None else redact_text(str(self.sample.answer))[:chars],
             "reward": self.sample.reward, "terms": self.sample.scores, "version": self.version,
             "finish": self.sample.finish, **({"cut": cut} if cut else {}),
         }  # fmt: skip

@@ -168,3 +168,49 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path) -> None:
     for path, why in ((tmp_path / "missing", "no such folder"), (tmp_path / "file", "is not a folder")):
         with pytest.raises(NothingToShow, match=why):
             RunCatalogue([path])
+
+
+def test_a_ledger_of_somebody_else_may_hold_anything(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    make_run(runs / "a", 2, end="finished")
+    with Ledger.create(runs / "b", {**CONFIG, "name": "half \ud83d", "steps": "many", "model": None}) as ledger:
+        ledger.record_event("stall", number="one")
+        ledger.record_event("recovery", action="failed")
+        ledger.record_metrics(0, {"good": 1.0})
+        ledger.commit(0, {})
+        values = '{"good": 1.0, "text": "x", "list": [1], "none": null, "huge": 1e999}'
+        with ledger._index.transaction() as transaction:
+            transaction.put("metrics", step=0, values=values)
+    server = server_of(runs)
+    a, b = ask(server, "/api/runs").json()["runs"]
+    assert (a["name"], b["steps"]) == ("a", "many")
+    views = "metrics", "series?name=good&name=text", "stages", "hosts", "samples", "config", "waits", "incidents"
+    found = {view: ask(server, f"/api/runs/{b['id']}/{view}") for view in views}
+    assert {view for view, each in found.items() if each.status_code != 200} <= {"incidents", "waits"}
+    assert all(each.status_code in (200, 409) for each in found.values())
+    assert list(found["series?name=good&name=text"].json()["series"]) == ["good"]
+
+
+def test_another_run_in_the_same_folder_replaces_the_first(tmp_path: Path) -> None:
+    server = server_of(tmp_path)
+    make_run(tmp_path / "run", 12)
+    path = f"/api/runs/{run_id(server)}/series?name=reward/mean"
+    before = ask(server, path).json()["series"]["reward/mean"]["values"]
+    shutil.rmtree(tmp_path / "run")
+    with Ledger.create(tmp_path / "run", CONFIG) as ledger:
+        for step in range(20):
+            ledger.record_metrics(step, {"reward/mean": 7.0})
+            ledger.commit(step, {})
+    assert before != [7.0] * 12 and ask(server, path).json()["series"]["reward/mean"]["values"] == [7.0] * 20
+
+
+def test_metrics_of_all_runs_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.report.dashboard.run_catalogue.METRIC_BYTES", 1500)
+    for name in "abc":
+        make_run(tmp_path / name, 20)
+    catalogue = RunCatalogue([tmp_path])
+    for name, shown in 3 * list(catalogue.runs().items()):
+        assert catalogue.run(name) is shown
+        assert shown.feed.metric_names()[1] == 20 and len(shown.feed.curves(["reward/mean"], None, None, 99)) == 1
+    sizes = [shown.feed.size for shown in catalogue.runs().values()]
+    assert sizes.count(0) >= 1 and max(sizes) > 0

@@ -46,11 +46,11 @@ def test_a_living_process_is_on_the_graph_with_its_wait_and_stages(folder: Path,
         chart = ask(server, f"/api/runs/{name}/stages").json()
         hosts = ask(server, f"/api/runs/{name}/hosts").json()
     assert found["live"] is True and found["message"] == ""
-    node, other = found["nodes"]
-    assert (node["name"], node["role"], node["rank"], node["stage"]) == ("policy-0", "policy", 0, "train")
-    assert (other["name"], other["state"]) == ("reward-0", "other")
-    (edge,) = found["edges"]
-    assert (edge["from"], edge["to"], edge["why"]) == ("policy-0", "reward-0", "scores of step 4")
+    nodes = {node["name"]: node for node in found["nodes"]}
+    assert (nodes["policy-0"]["role"], nodes["policy-0"]["rank"], nodes["policy-0"]["stage"]) == ("policy", 0, "train")
+    assert nodes["reward-0"]["state"] == "other"
+    (edge,) = [each for each in found["edges"] if each["to"] == "reward-0"]  # this process waits for its dashboard, too
+    assert (edge["from"], edge["why"]) == ("policy-0", "scores of step 4")
     row = chart["rows"].index({"role": "policy", "name": "policy-0", "rank": 0})
     mine = [(span["stage"], span["state"], span["step"]) for span in chart["spans"] if span["row"] == row]
     assert mine == [("rollout", "done", 4), ("train", "running", 4)]
