@@ -151,12 +151,15 @@ def main() -> None:
         ]
     median = {captured: statistics.median(found) for captured, found in inside.items()}
     cpu = {c: sum(w.monitor_cpu_s for w in windows if w.captured == c) / (given.pairs * given.seconds) for c in inside}
+    calls = 2 * given.reductions * len(inside[True])
+    more_cpu_us = (cpu[True] - cpu[False]) * given.pairs * given.seconds * 1e6
     figures = {
         "pairs": given.pairs, "seconds": given.seconds, "collectives of a step": given.reductions,
         "steps without": len(inside[False]), "steps with": len(inside[True]), "load": os.getloadavg()[0],
         "median step ms without": round(median[False], 4), "median step ms with": round(median[True], 4),
         "ratio": round(median[True] / median[False], 5), "span us": round(span, 3),
         "monitor cores without": round(cpu[False], 4), "monitor cores with": round(cpu[True], 4),
+        "monitor us per captured call": round(more_cpu_us / calls, 2),
     }  # fmt: skip
     for name, value in figures.items():
         print(f"{name:38} {value}")

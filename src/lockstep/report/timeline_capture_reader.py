@@ -4,6 +4,7 @@ collectives that processes made together, and what the supervisor published.
 A capture may end anywhere, because its writer was killed; lines that cannot be read are counted and left out.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from lockstep.watch.agent.timeline_follower import ASYNCHRONOUS, FAILED, P2P, REFUSED
+from lockstep.watch.beacon.beacon_records import CallRecord
+from lockstep.watch.beacon.call_copies import CALL_BYTES, unpack_calls
 from lockstep.watch.beacon.span_ring import SpanKind
 from lockstep.watch.communication.call_sizes import call_bytes
 from lockstep.watch.supervisor.incident import CAPTURE_FILE, USUAL_FOLDER, list_incidents
@@ -26,7 +28,8 @@ class _Communicator(msgspec.Struct):
     size: int
     rank: int
     on_device: bool
-    calls: list[tuple[int, int, int, int, int, int, int, int, int, int, int, int | None]]
+    calls: int
+    """The position of its calls in those of the line."""
 
 
 class _Process(msgspec.Struct):
@@ -40,6 +43,7 @@ class _Process(msgspec.Struct):
     spans: list[tuple[int, str, int, int, int, str]]
     communicators: list[_Communicator]
     lost: int
+    texts: dict[int, str] = {}
 
 
 class _Line(msgspec.Struct):
@@ -52,7 +56,8 @@ class _Line(msgspec.Struct):
     host: str = ""
     offset_ns: int = 0
     now_ns: int = 0
-    texts: list[str] = []
+    calls: list[bytes] = []
+    """Copies of calls, which `unpack_calls` decodes."""
     processes: list[_Process] | None = None
     devices: dict[str, Any] = {}
     verdict: str | None = None
@@ -231,7 +236,11 @@ class _TimelineReader:
             for span in read.spans:
                 _add_span(known, span, shift, since_ns)
             for communicator in read.communicators:
-                _add_calls(known, communicator, line.texts, shift, since_ns, now)
+                if 0 <= communicator.calls < len(line.calls):
+                    calls = line.calls[communicator.calls]
+                    whole = calls[: len(calls) // CALL_BYTES * CALL_BYTES]
+                    found = unpack_calls(whole, defaultdict(str, read.texts))
+                    _add_calls(known, communicator, found, shift, since_ns, now)
 
 
 def _lines(file: Path) -> Iterator[_Line | None]:
@@ -284,39 +293,34 @@ def _add_open_slices(known: _OpenProcess) -> None:
 
 
 def _add_calls(
-    known: _OpenProcess, communicator: _Communicator, texts: list[str], shift: int, since_ns: int, now: int
+    known: _OpenProcess, communicator: _Communicator, calls: Iterable[CallRecord], shift: int, since_ns: int, now: int
 ) -> None:
-    for number, issued, *positions, entered, left, flags, peer in communicator.calls:
-        if left and left + shift < since_ns:
+    for call in calls:
+        began, ended = call.entered_ns, call.left_ns
+        if ended and ended + shift < since_ns:
             continue
-        began, ended = int(entered or 0), int(left or 0)
-        before = known.calls.get((communicator.id, number, began))
+        before = known.calls.get((communicator.id, call.number, began))
         if before is not None:
             if before.slice.unfinished:
                 before.slice.unfinished, before.slice.ended_ns = not ended, (ended + shift) if ended else now
             continue
-        operation, shapes, dtype, site, stage, module = (_text(texts, each) for each in positions)
-        bits, name = int(flags or 0), operation or "unknown operation"
-        details: dict[str, Any] = {"communicator": communicator.name, "call": number, "members": communicator.size}
-        nbytes = call_bytes(operation, shapes, dtype, module)
+        operation, issued = call.operation or "unknown operation", call.issued
+        details: dict[str, Any] = {"communicator": communicator.name, "call": call.number, "members": communicator.size}
+        nbytes = call_bytes(call.operation, call.shapes, call.dtype, call.module)
         shown = {
-            "bytes": nbytes, "shapes": shapes, "dtype": dtype, "call site": site, "stage": stage, "module": module,
-            "peer": peer, "asynchronous": bool(bits & ASYNCHRONOUS) or None, "failed": bool(bits & FAILED) or None,
-            "refused": bool(bits & REFUSED) or None,
+            "bytes": nbytes, "shapes": call.shapes, "dtype": call.dtype, "call site": call.site, "stage": call.stage,
+            "module": call.module, "peer": call.peer, "asynchronous": call.asynchronous or None,
+            "failed": call.failed or None, "refused": call.refused or None,
         }  # fmt: skip
         details |= {key: value for key, value in shown.items() if value not in (None, "")}
-        track, p2p = f"collectives of {communicator.name}", bool(bits & P2P)
-        made = TimelineSlice(track, name, began + shift, ended + shift if ended else now, details, not ended)
-        repeat = known.repeats.get((communicator.id, -1 if p2p else issued), 0)
-        known.repeats[communicator.id, -1 if p2p else issued] = repeat + 1
-        known.calls[communicator.id, number, began] = TimelineCall(
-            made, (communicator.id, issued, repeat), operation, communicator.size, nbytes,
-            bool(ended) and not bits & (ASYNCHRONOUS | FAILED | REFUSED), p2p,
+        track = f"collectives of {communicator.name}"
+        made = TimelineSlice(track, operation, began + shift, ended + shift if ended else now, details, not ended)
+        repeat = known.repeats.get((communicator.id, -1 if call.p2p else issued), 0)
+        known.repeats[communicator.id, -1 if call.p2p else issued] = repeat + 1
+        known.calls[communicator.id, call.number, began] = TimelineCall(
+            made, (communicator.id, issued, repeat), call.operation, communicator.size, nbytes,
+            bool(ended) and not (call.asynchronous or call.failed or call.refused), call.p2p,
         )  # fmt: skip
-
-
-def _text(texts: list[str], position: int | None) -> str:
-    return texts[position] if position is not None and 0 <= position < len(texts) else ""
 
 
 def _device_figures(devices: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import shutil
+from binascii import b2a_base64
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,43 @@ import pytest
 
 from lockstep.report.timeline_capture_reader import capture_files, has_ended, read_timeline
 from lockstep.report.timeline_trace import build_trace, write_trace
-from lockstep.watch.agent.timeline_follower import ASYNCHRONOUS
+from lockstep.watch.beacon.beacon_records import CALL_STRUCT, FLAG_ASYNC, SEPARATOR
 from lockstep.watch.beacon.span_ring import SpanKind
 from lockstep.watch.communication.call_sizes import bus_bytes, tensor_bytes
 
 MS = 1_000_000
-HEADER = {"lockstep_timeline": 1, "run": "r", "at_ns": 0, "wall": 1_700_000_000.0, "since_ns": 0}
+HEADER = {"lockstep_timeline": 2, "run": "r", "at_ns": 0, "wall": 1_700_000_000.0, "since_ns": 0}
 END = {"end": "complete", "at_ns": 0}
 
 
-def call(number: int, entered: int, left: int, flags: int = 0, issued: int | None = None) -> list[Any]:
-    return [number, issued or number, 0, 1, 2, 3, 4, 5, entered, left, flags, None]
+def call(number: int, entered: int, left: int, flags: int = 0, issued: int | None = None) -> bytes:
+    """A call as it is stored in a beacon."""
+    fields = number, issued or number, entered, left, 7, 1, 2, flags, 3
+    return CALL_STRUCT.pack(number, *fields, number)
 
 
-def process(rank: int, calls: list[list[Any]] | None = None, **more: Any) -> dict[str, Any]:
-    communicator = {"id": "0b", "name": "fsdp", "size": 2, "rank": rank, "on_device": False, "calls": calls or []}
+TEXTS = {1: SEPARATOR.join(["all_reduce", "float32", "", "", "[1000, 250]"]), 2: "/a/train.py:31 in f", 3: "train"}
+
+
+def process(rank: int, calls: list[bytes] | None = None, **more: Any) -> dict[str, Any]:
+    """A process of an answer; `answer` moves the copies of its calls."""
+    communicator = {"id": "0b", "name": "fsdp", "size": 2, "rank": rank, "on_device": False}
     return {
         "name": f"policy-{rank}", "role": "policy", "rank": rank, "pid": 100 + rank, "stage": ["", 0], "waits": [],
-        "counters": {}, "spans": [], "communicators": [communicator] if calls else [], "lost": 0,
+        "counters": {}, "spans": [], "texts": TEXTS, "lost": 0, "copies": b"".join(calls or []),
+        "communicators": [communicator] if calls else [],
     } | more  # fmt: skip
 
 
 def answer(host: str, *processes: dict[str, Any], now: int = 100 * MS, offset: int = 0, **more: Any) -> dict[str, Any]:
-    texts = ["all_reduce", "[1000, 250]", "float32", "/a/train.py:31 in f", "train", ""]
-    return {"host": host, "offset_ns": offset, "now_ns": now, "texts": texts, "processes": list(processes)} | more
+    given, copies = [], list[str]()
+    for each in processes:
+        rest = {name: value for name, value in each.items() if name != "copies"}
+        rest["communicators"] = [of | {"calls": len(copies)} for of in each["communicators"]]
+        if each["copies"]:
+            copies.append(b2a_base64(each["copies"], newline=False).decode())
+        given.append(rest)
+    return {"host": host, "offset_ns": offset, "now_ns": now, "processes": given, "calls": copies} | more
 
 
 def written(folder: Path, *lines: dict[str, Any], name: str = "1.jsonl") -> Path:
@@ -72,7 +86,7 @@ def test_hosts_are_on_one_clock_and_a_collective_has_its_bandwidth(tmp_path: Pat
 
 
 def test_an_asynchronous_call_has_no_bandwidth(tmp_path: Path) -> None:
-    calls = [[call(1, 10 * MS, 11 * MS, ASYNCHRONOUS)], [call(1, 12 * MS, 13 * MS)]]
+    calls = [[call(1, 10 * MS, 11 * MS, FLAG_ASYNC)], [call(1, 12 * MS, 13 * MS)]]
     trace = trace_of(written(tmp_path, HEADER, answer("a", process(0, calls[0]), process(1, calls[1]))))
     for each in slices(trace, "collectives"):
         assert "bus bandwidth (GB/s)" not in each["args"]
@@ -146,7 +160,7 @@ def test_a_capture_that_was_cut_or_damaged_is_read_as_far_as_possible(tmp_path: 
 def test_hostile_text_and_times_make_a_valid_trace(tmp_path: Path) -> None:
     evil = '"},{"ph":"X","name":"<script>\x00\u2028'
     spans = [[99, evil, 2**62, 1, -5, evil], [SpanKind.STAGE, evil * 50, 5, 3, 0, ""]]
-    calls = [call(1, 7, 3), [2, 2, 99, -1, 2, 3, 4, 5, 10, 20, 255, None]]
+    calls = [call(1, 7, 3), CALL_STRUCT.pack(2, -2, 2**64 - 1, 10, 20, 1, 99, 2**32 - 1, 255, 9, 2), b"cut short"]
     path = tmp_path / "out.json.gz"
     write_trace(
         read_timeline([written(tmp_path, HEADER, answer(evil, process(0, calls, spans=spans, name=evil)))]), path

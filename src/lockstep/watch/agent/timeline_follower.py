@@ -1,41 +1,33 @@
 """Follows the beacons of a host for a timeline: each read returns what has ended since the read before, and what goes
 on now, as JSON.
 
-    {"now_ns", "texts": [text, ...], "processes": [PROCESS, ...]}
+    {"now_ns", "processes": [PROCESS, ...], "calls": [base64, ...]}
 
     PROCESS: {"name", "role", "rank", "pid", "parent", "stage": [name, since_ns], "waits": [[text, thread, since_ns]],
         "counters": {name: [value, total]}, "spans": [[kind, name, began_ns, ended_ns, amount, thread]],
-        "communicators": [{"id", "name", "backend", "size", "rank", "members", "on_device", "calls": [CALL, ...]}],
-        "lost": n}
-    CALL: [number, issued, operation, shapes, dtype, site, stage, module, entered_ns, left_ns, flags, peer]
+        "texts": {number: text}, "lost": n,
+        "communicators": [{"id", "name", "backend", "size", "rank", "members", "on_device", "calls": n}]}
 
-Texts of a call are positions in `texts`. A call that has not returned has `left_ns` 0 and is repeated when it has. All
-times are on the host's monotonic clock. `lost` counts what was overwritten before it was read.
+Calls are not decoded here, because the ranks need this host's processors: those of a communicator are the n-th item of
+`calls`, as `call_copies.unpack_calls` takes them with the `texts` of the process. Communicators without new calls are
+left out. A call that has not returned is repeated when it has. All times are on the host's monotonic clock. `lost`
+counts what was overwritten before it was read.
 """
 
 import time
+from binascii import b2a_base64
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, MAX_SPANS, CallRecord, CommunicatorRecord
+from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, MAX_SPANS, CommunicatorRecord
+from lockstep.watch.beacon.call_copies import CALL_BYTES, text_numbers, unreturned_calls
 from lockstep.watch.beacon.reader import OpenedBeacon, opened_beacon
 
-P2P, ASYNCHRONOUS, FAILED, REFUSED = 1, 2, 4, 8
-"""The flags of a call."""
 MAX_CALLS = 4096
 """Of one process, in one read: a frame stays below a megabyte per process."""
-
-
-class _Texts:
-    """The texts of one read, each stored once."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        return self.known.setdefault(text, len(self.known))
+_KEPT_TEXTS = 4096
 
 
 @dataclass(slots=True)
@@ -48,6 +40,8 @@ class _FollowedProcess:
     calls: dict[tuple[int, int], int] = field(default_factory=dict)
     """The newest call that was read, by slot and identity of its communicator."""
     unreturned: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    """Texts of its calls by number; a number means the same text as long as the process lives."""
 
 
 class TimelineFollower:
@@ -63,14 +57,14 @@ class TimelineFollower:
 
     def read(self, beacons: Iterable[Path]) -> dict[str, Any]:
         """What the processes with these beacons have done since the last read; see above."""
-        texts, found = _Texts(), []
+        calls, found = list[str](), []
         for path in beacons:
             with opened_beacon(path) as beacon:
                 if beacon is not None:
-                    found.append(self._process(beacon, texts))
-        return {"now_ns": time.monotonic_ns(), "texts": list(texts.known), "processes": found}
+                    found.append(self._process(beacon, calls))
+        return {"now_ns": time.monotonic_ns(), "processes": found, "calls": calls}
 
-    def _process(self, beacon: OpenedBeacon, texts: _Texts) -> dict[str, Any]:
+    def _process(self, beacon: OpenedBeacon, copies: list[str]) -> dict[str, Any]:
         state = beacon.state
         known, identity = self._processes.get(state.path), (state.pid, state.start_ticks)
         if known is None or known.identity != identity:  # the first read of a process
@@ -79,50 +73,60 @@ class TimelineFollower:
         spans = beacon.spans(known.spans)
         lost = beacon.spans_written - known.spans - len(spans)
         known.spans = beacon.spans_written
-        communicators, left = [], MAX_CALLS
+        communicators, texts, left = list[dict[str, Any]](), dict[int, str](), MAX_CALLS
         for each in state.communicators:
-            if each.pair is None:
-                calls, missed = self._calls(beacon, each, known, left)
-                left, lost = left - len(calls), lost + missed
-                communicators.append(_communicator_json(each, calls, texts))
+            data, missed = self._calls(beacon, each, known, left)
+            left, lost = left - len(data) // CALL_BYTES, lost + missed
+            if data:
+                texts |= {number: _text(beacon, known, number) for number in text_numbers(data)}
+                communicators.append(_communicator_json(each, len(copies)))
+                copies.append(b2a_base64(data, newline=False).decode())
         return {
             "name": state.name, "role": state.role, "rank": state.rank, "pid": state.pid, "parent": state.parent,
             "stage": [state.stage, state.stage_since_ns],
             "waits": [[f"{w.waits_for} ({w.kind}): {w.why}", w.thread_name, w.since_ns] for w in state.waits],
             "counters": {name: [counter.value, counter.total] for name, counter in state.counters.items()},
             "spans": [[s.kind, s.name, s.began_ns, s.ended_ns, s.amount, s.thread] for s in spans],
-            "communicators": communicators, "lost": max(0, lost),
+            "texts": texts, "communicators": communicators, "lost": max(0, lost),
         }  # fmt: skip
 
     def _calls(
         self, beacon: OpenedBeacon, communicator: CommunicatorRecord, known: _FollowedProcess, most: int
-    ) -> tuple[list[CallRecord], int]:
-        """The calls to return, and how many were missed."""
+    ) -> tuple[bytes, int]:
+        """Copies of the calls to return, and how many were missed."""
         key = communicator.slot, communicator.identity
         written = beacon.calls_written(communicator.slot)
         before, unreturned = known.calls.get(key, max(0, written - self._newest)), known.unreturned.get(key, set())
+        if written == before and not unreturned:
+            return b"", 0
         newest = written - min([before, *(number - 1 for number in unreturned)])
-        ring = beacon.calls(communicator.slot, newest) if newest > 0 else ()
-        found = [call for call in ring if call.number > before or (call.number in unreturned and not call.inside)]
-        chosen = found[-most:] if most > 0 else []
+        data = beacon.copy_calls(communicator.slot, newest)
+        inside = unreturned_calls(data)
+        # So many were read before; those of them that have returned since are returned again.
+        old = max(0, len(data) // CALL_BYTES - (written - before))
+        first = written - len(data) // CALL_BYTES
+        again = [at for at in range(old) if first + at + 1 in unreturned - inside]
+        data = b"".join(data[at * CALL_BYTES : (at + 1) * CALL_BYTES] for at in again) + data[old * CALL_BYTES :]
+        excess = max(0, len(data) // CALL_BYTES - most)
         missed = max(0, written - before - CALLS_PER_RING) if key in known.calls else 0
-        known.calls[key], known.unreturned[key] = written, {call.number for call in ring if call.inside}
-        return chosen, missed + len(found) - len(chosen)
+        known.calls[key], known.unreturned[key] = written, inside
+        return data[excess * CALL_BYTES :], missed + excess
 
 
-def _communicator_json(communicator: CommunicatorRecord, calls: list[CallRecord], texts: _Texts) -> dict[str, Any]:
+def _text(beacon: OpenedBeacon, known: _FollowedProcess, number: int) -> str:
+    text = known.texts.get(number)
+    if text is None:
+        if len(known.texts) >= _KEPT_TEXTS:
+            known.texts.clear()
+        text = beacon.texts[number]
+        if text:
+            known.texts[number] = text
+    return text
+
+
+def _communicator_json(communicator: CommunicatorRecord, calls: int) -> dict[str, Any]:
     return {
         "id": f"{communicator.identity:016x}", "name": communicator.label, "backend": communicator.backend,
         "size": communicator.size, "rank": communicator.rank, "members": f"{communicator.members:016x}",
-        "on_device": communicator.on_device,
-        "calls": [_call_json(call, texts) for call in calls],
+        "on_device": communicator.on_device, "calls": calls,
     }  # fmt: skip
-
-
-def _call_json(call: CallRecord, texts: _Texts) -> list[Any]:
-    flags = P2P * call.p2p | ASYNCHRONOUS * call.asynchronous | FAILED * call.failed | REFUSED * call.refused
-    number = texts.number
-    return [
-        call.number, call.issued, number(call.operation), number(call.shapes), number(call.dtype), number(call.site),
-        number(call.stage), number(call.module), call.entered_ns, call.left_ns, flags, call.peer,
-    ]  # fmt: skip

@@ -8,7 +8,7 @@ its texts by number; if a reader finds another number in the row, the text is lo
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lockstep.watch.beacon.beacon_records import (
@@ -289,15 +289,17 @@ def used_slots(reading: RecordReader) -> int:
     return min(reading.number(USED_AT), (reading.complete - COMMUNICATORS_AT) // COMMUNICATOR_STRIDE)
 
 
-def read_communicators(reading: RecordReader) -> tuple[CommunicatorRecord, ...]:
+def read_communicators(reading: RecordReader, newest: int = NEWEST_CALLS) -> tuple[CommunicatorRecord, ...]:
     """Decodes the communicators of a beacon, of which `reading` has the fixed part; then the messages between each two
-    members, see `CommunicatorRecord.pair`."""
-    texts = _TextTable(reading)
+    members, see `CommunicatorRecord.pair`. With `newest` 0, calls and messages are left out."""
+    texts = TextTable(reading)
     found = (
-        _decode_communicator(reading, COMMUNICATORS_AT + slot * COMMUNICATOR_STRIDE, slot, texts)
+        _decode_communicator(reading, COMMUNICATORS_AT + slot * COMMUNICATOR_STRIDE, slot, texts, newest)
         for slot in range(used_slots(reading))
     )
     communicators = tuple(each for each in found if each is not None)
+    if not newest:
+        return communicators
     return communicators + tuple(lane_records(reading, {each.slot: each for each in communicators}, texts))
 
 
@@ -314,41 +316,55 @@ def calls_written(reading: RecordReader, slot: int) -> int:
 
 def decode_calls(reading: RecordReader, slot: int, newest: int) -> tuple[CallRecord, ...]:
     """The newest calls on a communicator, oldest first, without torn, overwritten and unsure ones."""
-    return tuple(_iter_calls(reading, _TextTable(reading), slot, calls_written(reading, slot), newest))
+    return tuple(_iter_calls(reading, TextTable(reading), slot, calls_written(reading, slot), newest))
 
 
-class _TextTable:
-    """The table of texts; reads each text when it is needed."""
+class TextTable(dict[int, str]):
+    """The texts of a beacon by number; each is read when it is needed, and is empty if it has been overwritten."""
 
     def __init__(self, reading: RecordReader) -> None:
-        self.reading = reading
-        self._known: dict[int, str] = {0: ""}
+        super().__init__({0: ""})
+        self._descriptor = reading.descriptor
 
-    def __getitem__(self, number: int) -> str:
-        known = self._known.get(number)
-        if known is None:
-            at = TEXTS_AT + (number % MAX_TEXTS) * TEXT_STRUCT.size
-            found = RecordReader(self.reading.descriptor, at, TEXT_STRUCT.size).record(at, TEXT_STRUCT, number)
-            known = self._known[number] = decode_text(found[1][0]) if found else ""
-        return known
+    def __missing__(self, number: int) -> str:
+        at = TEXTS_AT + (number % MAX_TEXTS) * TEXT_STRUCT.size
+        found = RecordReader(self._descriptor, at, TEXT_STRUCT.size).record(at, TEXT_STRUCT, number)
+        text = self[number] = decode_text(found[1][0]) if found else ""
+        return text
 
 
-def _iter_calls(reading: RecordReader, texts: _TextTable, slot: int, written: int, newest: int) -> Iterator[CallRecord]:
-    ring_at = RINGS_AT + slot * RING_BYTES
+def call_at(slot: int, number: int) -> int:
+    """Where the call with this number is stored."""
+    return RINGS_AT + slot * RING_BYTES + (number - 1) % CALLS_PER_RING * CALL_STRUCT.size
+
+
+def read_ring(reading: RecordReader, slot: int, written: int, newest: int) -> tuple[int, RecordReader, bytes]:
+    """Copies the newest of `written` calls: the number of the first one, the copies, and the newer copy in order."""
     first = max(1, written - min(newest, CALLS_PER_RING) + 1)
-    low, high = (first - 1) % CALLS_PER_RING, (written - 1) % CALLS_PER_RING + 1
-    if low >= high:
-        low, high = 0, CALLS_PER_RING
-    start = ring_at + low * CALL_STRUCT.size
-    ring = RecordReader(reading.descriptor, start, (high - low) * CALL_STRUCT.size)
+    start, size = call_at(slot, first), (written - first + 1) * CALL_STRUCT.size
+    ring_at = RINGS_AT + slot * RING_BYTES
+    if start + size <= ring_at + RING_BYTES:
+        ring = RecordReader(reading.descriptor, start, size)
+        return first, ring, ring.second
+    ring = RecordReader(reading.descriptor, ring_at, RING_BYTES)
+    return first, ring, (ring.second[start - ring_at :] + ring.second)[:size]
+
+
+def _iter_calls(
+    reading: RecordReader, texts: Mapping[int, str], slot: int, written: int, newest: int
+) -> Iterator[CallRecord]:
+    if not newest:
+        return
+    first, ring, _ = read_ring(reading, slot, written, newest)
     for number in range(first, written + 1):
-        found = ring.record(ring_at + ((number - 1) % CALLS_PER_RING) * CALL_STRUCT.size, CALL_STRUCT, number)
+        found = ring.record(call_at(slot, number), CALL_STRUCT, number)
         if found is not None and not found[1][7] & FLAG_UNSURE:
-            yield _decode_call(*found, texts)
+            yield decode_call(*found, texts)
     reading.torn += ring.torn
 
 
-def _decode_call(number: int, fields: tuple[Any, ...], texts: _TextTable) -> CallRecord:
+def decode_call(number: int, fields: tuple[Any, ...], texts: Mapping[int, str]) -> CallRecord:
+    """Decodes the fields of CALL_STRUCT between the numbers."""
     seq, issued, entered, left, signature, label, site, flags, context = fields
     operation, dtype, root_text, module, shapes = (*texts[label].split(SEPARATOR), "", "", "", "")[:5]
     root = int(root_text) if root_text.isascii() and root_text.isdigit() else None
@@ -360,7 +376,9 @@ def _decode_call(number: int, fields: tuple[Any, ...], texts: _TextTable) -> Cal
     )  # fmt: skip
 
 
-def _decode_communicator(reading: RecordReader, at: int, slot: int, texts: _TextTable) -> CommunicatorRecord | None:
+def _decode_communicator(
+    reading: RecordReader, at: int, slot: int, texts: Mapping[int, str], newest: int
+) -> CommunicatorRecord | None:
     found = reading.record(at, COMMUNICATOR_STRUCT)
     if found is None:
         return None
@@ -368,7 +386,7 @@ def _decode_communicator(reading: RecordReader, at: int, slot: int, texts: _Text
     flags = reading.number(at + FLAGS_AT)
     counts = reading.record(at + COUNTS_AT, COUNTS_STRUCT)
     counted, number = bool(flags & FLAG_COUNTED), reading.number(at + CALLS_AT)
-    calls = list(_iter_calls(reading, texts, slot, number, NEWEST_CALLS))
+    calls = list(_iter_calls(reading, texts, slot, number, newest))
     collectives = [call for call in calls if not call.p2p]
     last = collectives[-1] if collectives else None
     merged = _merge_counts(collectives, counts[1] if counts else (-1, -1, -1, 0, 0), counted)

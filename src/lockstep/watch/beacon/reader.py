@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.base.folders import open_own_file, run_shm_dir
 from lockstep.base.wait_state import WaitRecord
@@ -40,6 +41,8 @@ from lockstep.watch.beacon.beacon_records import (
     RecordReader,
     decode_text,
 )
+from lockstep.watch.beacon.call_copies import copy_calls
+from lockstep.watch.beacon.call_ring import NEWEST_CALLS
 from lockstep.watch.beacon.span_ring import read_spans, spans_written
 
 
@@ -90,8 +93,10 @@ class OpenedBeacon:
 
     def __init__(self, path: Path, reading: RecordReader) -> None:
         self._reading = reading
-        self.state = _decode_beacon(path, HEADER_STRUCT.unpack_from(reading.second), reading, with_events=False)
-        """Without events."""
+        self.state = _decode_beacon(path, HEADER_STRUCT.unpack_from(reading.second), reading, False, newest_calls=0)
+        """Without events, and without calls and messages."""
+        self.texts = call_ring.TextTable(reading)
+        """The texts of calls by number."""
         self.spans_written = spans_written(reading)
         """The number of spans that the process has recorded."""
 
@@ -103,9 +108,9 @@ class OpenedBeacon:
         """The number of calls that were made on the communicator in this slot."""
         return call_ring.calls_written(self._reading, slot)
 
-    def calls(self, slot: int, newest: int) -> tuple[CallRecord, ...]:
-        """The newest calls on the communicator in this slot, oldest first."""
-        return call_ring.decode_calls(self._reading, slot, newest)
+    def copy_calls(self, slot: int, newest: int) -> bytes:
+        """The newest calls on the communicator in this slot, oldest first, as they are stored (`call_copies`)."""
+        return copy_calls(self._reading, slot, newest)
 
 
 @contextlib.contextmanager
@@ -177,7 +182,9 @@ def _read_checked(descriptor: int) -> RecordReader | None:
     return reading if (version, size) == (VERSION, FIXED_SIZE) else None
 
 
-def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events: bool) -> BeaconState:  # type: ignore[type-arg]
+def _decode_beacon(
+    path: Path, header: tuple[Any, ...], reading: RecordReader, with_events: bool, newest_calls: int = NEWEST_CALLS
+) -> BeaconState:
     progress_count = 0
     stage, stage_since = "", 0
     for number, (since, name) in reading.records(STAGE_AT, 0, 1, STAGE_STRUCT):
@@ -206,7 +213,7 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
         BeaconEvent(number, at, decode_text(kind), decode_text(text))
         for number, (at, kind, text) in reading.records(EVENTS_AT, 128, MAX_EVENTS if with_events else 0, EVENT_STRUCT)
     ]
-    communicators = call_ring.read_communicators(reading)
+    communicators = call_ring.read_communicators(reading, newest_calls)
     progress_count += call_ring.count_calls(reading)
     _, _, _, pid, rank, start, created_ns, created_wall, run, name, role, parent = header
     return BeaconState(

@@ -15,7 +15,7 @@ _BYTES = {
 def call_bytes(operation: str, shapes: str, dtype: str, module: str) -> int | None:
     """The bytes of the tensors that a call was given; None if they are not recorded, or their text may have been
     cut."""
-    cut = sum(len(each.encode()) for each in (operation, dtype, module, shapes)) >= _CUT_TEXT
+    cut = sum(len(each.encode(errors="replace")) for each in (operation, dtype, module, shapes)) >= _CUT_TEXT
     return None if cut else tensor_bytes(shapes, dtype)
 
 

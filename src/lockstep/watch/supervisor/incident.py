@@ -39,7 +39,7 @@ from lockstep.base.folders import check_shared_folder, make_folder, make_private
 from lockstep.base.secrets import redact, redact_environment, redact_text, secret_values
 from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict
-from lockstep.watch.supervisor.timeline_capture import header_line
+from lockstep.watch.supervisor.timeline_capture import answer_line, header_line
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def incident_files(contents: IncidentContents, known: Collection[str] = ()) -> I
     yield "verdict.json", redacted_json(verdict)
     yield "story.txt", redacted(incident_story(contents))
     yield "timeline.json", redacted_json(incident_timeline(contents))
-    yield CAPTURE_FILE, redacted("".join(incident_capture(contents)))
+    yield CAPTURE_FILE, "".join(incident_capture(contents, secrets))
     yield "beacons.json", redacted_json(_by_host(contents, "beacons"))
     yield "processes.json", redacted_json(_by_host(contents, "processes"))
     yield "machine.json", redacted_json(_by_host(contents, "machine"))
@@ -203,14 +203,13 @@ def incident_timeline(contents: IncidentContents) -> list[dict[str, Any]]:
     return [event for _, event in sorted(found, key=lambda entry: entry[0])]
 
 
-def incident_capture(contents: IncidentContents) -> Iterator[str]:
-    """The lines of `capture.jsonl`."""
-    yield header_line(str(contents.facts.get("folder", "")), contents.wall, contents.at_ns, 0)
+def incident_capture(contents: IncidentContents, known: Collection[str] = ()) -> Iterator[str]:
+    """The lines of `capture.jsonl`, in which secrets are redacted, those in `known` too."""
+    yield redact_text(header_line(str(contents.facts.get("folder", "")), contents.wall, contents.at_ns, 0), known)
     for host, bundle in contents.bundles.items():
         if "timeline" in bundle:
-            line = {"host": host, "offset_ns": contents.offsets.get(host, 0), **bundle["timeline"]}
-            yield json.dumps(line, default=str) + "\n"
-    headline = verdict_headline(contents.verdict)
+            yield answer_line(host, contents.offsets.get(host, 0), bundle["timeline"], known)
+    headline = redact_text(verdict_headline(contents.verdict), known)
     yield (
         json.dumps({"verdict": headline, "level": contents.verdict.level, "change": "", "at_ns": contents.at_ns}) + "\n"
     )

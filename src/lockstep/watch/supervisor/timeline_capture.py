@@ -2,7 +2,7 @@
 since (`agent.timeline_follower`), and appends each answer to a file, one line of JSON each:
 
     {"lockstep_timeline": 1, "run", "at_ns", "wall", "since_ns"}   the supervisor's clock, and when the capture begins
-    {"host", "offset_ns", "now_ns", "texts", "processes", "devices"}   an answer; `offset_ns` is how far the host's
+    {"host", "offset_ns", "now_ns", "processes", "devices", "calls"}   an answer; `offset_ns` is how far the host's
         monotonic clock is ahead of the supervisor's
     {"verdict": headline, "level", "change", "at_ns"}   what the supervisor published meanwhile
     {"end": why, "at_ns"}
@@ -29,15 +29,17 @@ import msgspec
 from lockstep.base.folders import create_file, make_folder, open_own_file, run_shm_dir, write_atomically
 from lockstep.base.secrets import redact_text, secret_values
 from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, MAX_SPANS
+from lockstep.watch.beacon.call_copies import CALL_BYTES
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.supervisor.agent_connections import AgentConnection
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 EVERY_S, SOONEST_S, LONGEST_S = 0.25, 0.05, 1.0
-"""Seconds between two requests to an agent: at first, at least and at most. Halved when more than half of a ring was
-new, doubled when less than a quarter of each was."""
+"""Seconds between two requests to an agent: at first, at least and at most."""
+FULLNESS = 0.5
+"""The pause between two requests is chosen so that this share of the fullest ring is new."""
 ANSWER_S = 10.0
 MAX_S = 3600.0
 MAX_BYTES = 256 << 20
@@ -97,6 +99,13 @@ def header_line(run: str, wall: float, at_ns: int, since_ns: int) -> str:
     """The first line of a capture."""
     header = {"lockstep_timeline": FORMAT, "run": run, "at_ns": at_ns, "wall": wall, "since_ns": since_ns}
     return json.dumps(header) + "\n"
+
+
+def answer_line(host: str, offset_ns: int, answer: Mapping[str, Any], known: Collection[str]) -> str:
+    """The line of an agent's answer. The copies of calls have no texts, so that nothing in them is redacted."""
+    rest = {name: value for name, value in answer.items() if name != "calls"}
+    text = msgspec.json.encode({"host": host, "offset_ns": offset_ns, **rest}).decode()
+    return f'{redact_text(text, known)[:-1]},"calls":{msgspec.json.encode(answer["calls"]).decode()}}}\n'
 
 
 @dataclass(slots=True)
@@ -253,16 +262,13 @@ class TimelineCaptures:
 
     def _receive(self, capture: _Capture, link: AgentConnection, polled: _Polled, reply: Mapping[str, Any]) -> None:
         content = {name: value for name, value in reply.items() if name not in ("reply", "lost")}
-        line = msgspec.json.encode({"host": link.host, "offset_ns": link.clock.ns, **content}).decode() + "\n"
+        line = answer_line(link.host, link.clock.ns, content, self._secrets)
         if capture.written + len(line) > MAX_BYTES:
             self._finish(capture, f"the file has reached {MAX_BYTES >> 20} MiB")
             return
-        self._write(capture, redact_text(line, self._secrets))
-        full = max(map(_fullness, reply["processes"]), default=0.0)
-        if full > 0.5:
-            polled.every_s = max(SOONEST_S, polled.every_s / 2)
-        elif full < 0.25:
-            polled.every_s = min(LONGEST_S, polled.every_s * 2)
+        self._write(capture, line)
+        change = min(2.0, max(0.5, FULLNESS / max(_fullness(reply), 0.01)))
+        polled.every_s = min(LONGEST_S, max(SOONEST_S, polled.every_s * change))
         steps = [each["counters"]["step"][0] for each in reply["processes"] if "step" in each["counters"]]
         if steps:
             self._follow_steps(capture, max(steps))
@@ -298,10 +304,11 @@ class TimelineCaptures:
             capture.over = capture.over or str(error.strerror or error)
 
 
-def _fullness(process: Mapping[str, Any]) -> float:
-    """The largest share of a ring of this process that was new; more than 1 if some of it was lost."""
-    calls = max((len(each["calls"]) for each in process["communicators"]), default=0)
-    return max(len(process["spans"]) / MAX_SPANS, calls / CALLS_PER_RING) + bool(process["lost"])
+def _fullness(reply: Mapping[str, Any]) -> float:
+    """The largest share of a ring that was new; more than 1 if some of it was lost."""
+    calls = max(map(len, reply["calls"]), default=0) * 3 / 4 / CALL_BYTES
+    spans = max((len(each["spans"]) for each in reply["processes"]), default=0)
+    return max(spans / MAX_SPANS, calls / CALLS_PER_RING) + any(each["lost"] for each in reply["processes"])
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -32,8 +32,8 @@ class Agent:
         arguments, on_reply = self.asked.pop(0)
         counters = {} if step is None else {"step": [step, 8]}
         process = {"name": "policy-0", "stage": [stage, 1], "counters": counters, "lost": 0}
-        process |= {"spans": [0] * spans, "communicators": [{"calls": []}]}
-        on_reply({"reply": "1", "host": self.host, "now_ns": 5, "texts": [], "processes": [process]})
+        process |= {"spans": [0] * spans, "communicators": []}
+        on_reply({"reply": "1", "host": self.host, "now_ns": 5, "processes": [process], "calls": []})
         return arguments
 
 
@@ -67,7 +67,7 @@ def test_a_capture_ends_after_its_time_with_a_last_answer_of_each_agent(agents, 
     assert agents[1].answer()["last"]
     captures.tick(now + 1.7)
     found = lines(file)
-    assert found[0]["lockstep_timeline"] == 1 and found[0]["since_ns"] == found[0]["at_ns"]
+    assert found[0]["lockstep_timeline"] == 2 and found[0]["since_ns"] == found[0]["at_ns"]
     assert [each.get("host") for each in found[1:-1]] == ["a", "b"] * 3
     assert found[1]["offset_ns"] == 1_000 and found[-1]["end"] == "complete"
     assert captures.pause_s == 1.0
