@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.doctor.judge.log_diagnosis import explain, fill_fields
+from tests.unit.doctor.job_logs import raised, write
 
 _PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:31133."
 
@@ -145,3 +146,17 @@ def test_a_restored_connection_does_not_end_a_healthy_run(tmp_path: Path) -> Non
     found = explain([str(tmp_path)])
     assert [counter.step for counter in found.history.counters] == list(range(60))
     assert found.verdict.cause == "benign"
+
+
+def test_a_loss_that_ends_as_no_number_outweighs_a_report_of_completion(tmp_path: Path) -> None:
+    rows = [f"step {at} loss 0.{90 - at}" for at in range(0, 20, 4)]
+    for last, cause in (("step 20 loss inf", "nan_or_inf"), ("step 20 loss 0.5", "benign")):
+        assert explain([write(tmp_path, job=[*rows, last, "saved to checkpoints"])]).verdict.cause == cause
+
+
+def test_ranks_that_failed_on_another_host_explain_an_incomplete_rendezvous(tmp_path: Path) -> None:
+    late = "torch.distributed.DistStoreError: Timed out after 301 seconds waiting for clients. 8/12 clients joined."
+    error = "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."
+    failed = [each.removeprefix("[rank0]: ") for each in raised(0, error)]
+    verdict = explain([write(tmp_path, nd1=["nd1: starting", late], nd2=["nd2: starting", *failed])]).verdict
+    assert verdict.cause == "version_mismatch" and [each.host for each in verdict.culprits] == ["nd2"]

@@ -166,3 +166,11 @@ def test_a_damaged_record_is_refused_with_its_file(tmp_path: Path, text: str) ->
     (tmp_path / RECORD_FILE).write_text(text)
     with pytest.raises(ValueError, match=RECORD_FILE):
         answer_job([str(tmp_path)])
+
+
+def test_a_folder_around_a_run_is_answered_from_its_ledger(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "sort"
+    ended(folder, 3, "finished")
+    (tmp_path / "job.log").write_text("engine-0 died (SIGKILL)\nERROR: killed\n")
+    answer = answer_job([str(tmp_path)])
+    assert answer.run is not None and answer.run.folder == str(folder) and answer.healthy

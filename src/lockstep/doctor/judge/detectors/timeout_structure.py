@@ -126,12 +126,17 @@ def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
     groups = _waits_by_place(waiting)
     if behind:
         yield from _never_entered(waiting, behind)
-    elif len(groups) > 1:
+    elif len(groups) > 1 and not (waiting.absent and _only_root_is_ahead(groups)):
         yield from _different_places(waiting, groups)
     elif waiting.absent:
         yield from _absent_ranks(waiting)
     elif len(waiting.waits) > 1:
         yield from _all_in_one_place(waiting)
+
+
+def _only_root_is_ahead(groups: Sequence[Sequence[CollectiveWait]]) -> bool:
+    """Whether all but one of the waiting ranks wait in a broadcast, whose root need not wait for it."""
+    return groups[0][0].operation == "broadcast" and len(groups) == _PAIR and len(groups[1]) == 1
 
 
 def _first_exception(history: JobHistory) -> Iterator[Candidate]:
@@ -265,17 +270,20 @@ def _different_places(waiting: WaitingRanks, groups: Sequence[Sequence[Collectiv
     suspects = sorted(each.rank for each in (ahead or others) if each.rank is not None)
     if most[0].operation == "barrier" and all(each.in_backward for each in others) and len(most) == len(others):
         most, others = others, list(most)
-    if others[0].operation == "barrier" and all(each.in_backward for each in most):
-        ahead = others
+    ended = others[0].operation == "barrier" and all(each.in_backward for each in most)
+    ahead = others if ended else ahead
     if len(most) == len(others) and not ahead:
         everyone = sorted(each.rank for each in [*most, *others] if each.rank is not None)
         suspects = everyone if len(others) > 1 else suspects
     steps = last_step_by_rank(waiting.history.counters)
     counts = {rank: (counter.epoch, counter.step) for rank, counter in steps.items() if rank in waiting.waits}
-    later = any(_FINAL_PHASE.search(f"{each.where} {each.operation}") for each in ahead or others)
+    later = any(_FINAL_PHASE.search(each.where) for each in others)
     left_loop = any(len(each.path) < len(most[0].path) for each in ahead)
     uneven = (
-        _at_another_step(counts, suspects) or bool(ahead and (left_loop or later)) or (later and not others[0].path)
+        ended
+        or _at_another_step(counts, suspects)
+        or bool(ahead and (left_loop or later))
+        or (later and not others[0].path)
     )
     facts = _wait_facts(waiting, [*suspects[:2], *(each.rank for each in most[:2] if each.rank is not None)])
     where = others[0].where or f"{others[0].operation} of {others[0].numel} elements"

@@ -66,3 +66,21 @@ def test_working_version_differences_are_not_a_fault(tmp_path: Path) -> None:
     assert explain([write(tmp_path, train=lines)]).verdict.cause == "benign"
     same = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.5")]
     assert explain([write(tmp_path / "b", train=same)]).verdict.cause != "version_mismatch"
+
+
+def test_hosts_with_other_versions_of_a_library_are_named(tmp_path: Path) -> None:
+    versions = {f"n-{at}": [f"[n-{at}] torch==2.{7 if at == 3 else 8}.0+cu128", "starting"] for at in (1, 2, 3)}
+    verdict = explain([write(tmp_path, **versions)]).verdict
+    assert verdict.cause == "version_mismatch" and [each.host for each in verdict.culprits] == ["n-3"]
+
+
+def test_equal_shapes_of_other_types_are_no_uneven_data(tmp_path: Path) -> None:
+    def reported(rank: int, types: tuple[str, str]) -> list[str]:
+        own, other = (f"CollectiveFingerPrint(SequenceNumber=5, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes={each})"
+                      for each in types)  # fmt: skip
+        text = f"Rank {rank} is running collective: {own}, but Rank {1 - rank} is running collective: {other}"
+        return raised(rank, f"RuntimeError: Detected mismatch between collectives on ranks. {text}")
+
+    types = ("Float", "Double")
+    verdict = explain([write(tmp_path, rank0=reported(0, types), rank1=reported(1, types[::-1]))]).verdict
+    assert verdict.cause == "rank_divergent_branch"

@@ -224,3 +224,36 @@ def test_a_save_that_ended_before_the_wait_is_not_what_a_silent_rank_does(tmp_pa
         rank2=[*steps(2, 20), *waited(2, "all_reduce", line=54)],
     )
     assert verdict.cause == "unknown" and ranks(verdict) == [0]
+
+
+def test_the_root_of_a_broadcast_is_ahead_of_those_that_wait_for_another_rank(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=waited(0, "barrier", line=41, function="load"),
+        rank1=waited(1, "broadcast", line=33, function="load"),
+        rank2=waited(2, "broadcast", line=33, function="load"),
+        rank3=[f"Tokenizing train split: {at}%|##| {at}/100 [00:{at}<00:10, 8it/s]" for at in range(10, 60, 10)],
+    )
+    assert verdict.cause == "slow_rank_preprocess" and ranks(verdict) == [3]
+
+
+def test_what_a_library_rejects_before_the_first_step_is_a_setting(tmp_path: Path) -> None:
+    library = ("/venv/lib/python3.11/site-packages/tool/options.py", 7, "read", 'raise ValueError("bad entry")')
+    rejected = raised(0, "ValueError: bad entry: w1 8", ("/home/u/train.py", 12, "main", "read()"), library)
+    assert judged(tmp_path / "new", rank0=["starting", *rejected]).cause == "config_error"
+    assert judged(tmp_path / "late", rank0=[*steps(0, 9), *rejected]).cause == "rank_exception_masked"
+
+
+def test_a_killed_rank_is_named_although_the_logs_do_not_say_by_what(tmp_path: Path) -> None:
+    job = [*steps(0, 9), *steps(1, 9), *waited(0, "all_reduce", line=54, last=LOST)]
+    for ended in ("srun: error: n07: task 1: Killed", "srun: error: n07: task 1: CPU time limit exceeded"):
+        verdict = judged(tmp_path, job=[*job, ended, "srun: error: n07: task 0: Exited with exit code 1"])
+        assert ranks(verdict) == [1], ended
+
+
+def test_all_ranks_of_two_hosts_that_use_rdma_wait_for_no_port(tmp_path: Path) -> None:
+    used = [f"n{at}:9{at}:9{at} [0] NCCL INFO Using network IB" for at in (1, 2)]
+    waits = [each for rank in (0, 1) for each in waited(rank, "all_reduce", line=54)]
+    not_used = [each.replace("IB", "Socket") for each in used]
+    assert judged(tmp_path / "rdma", job=[*used, *waits]).cause == "ib_rdma_fault"
+    assert judged(tmp_path / "tcp", job=[*not_used, *waits]).cause == "network_blocked"
