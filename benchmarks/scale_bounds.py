@@ -122,7 +122,7 @@ def payloads_s(engines: int, completions: int, answers: int, tokens: int) -> flo
     """CPU seconds of encoding the requests of each engine in columns, and decoding so many answers, which have all
     completions in columns."""
     requests = _requests(completions // engines, tokens)
-    columns = _Columns.of(RequestBatch.of(requests))
+    columns = RequestBatch.of(requests)
     each = max(1, round(completions / max(1, answers)))
     made = [completion_of(request, tokens, 0) for request in _requests(each, tokens)]
     answer = _ENCODER.encode(CompletionBatch.of(4, made))
@@ -134,25 +134,8 @@ def payloads_s(engines: int, completions: int, answers: int, tokens: int) -> flo
         kept = [decode(answer) for _ in range(answers)]
         b"".join([batch.tokens for batch in kept])
         b"".join([batch.logprobs for batch in kept])
-        b"".join([batch.versions for batch in kept])
 
     return _cpu_s(work)
-
-
-class _Columns(msgspec.Struct):
-    """A `RequestBatch` with its prompts as bytes."""
-
-    prompts: list[bytes]
-    prompt_of: list[int]
-    ids: list[str]
-    groups: list[str]
-    seeds: list[int]
-    settings: list[tuple[float, float, int, float, int, tuple[str, ...], bool, int, bool]]
-
-    @classmethod
-    def of(cls, batch: RequestBatch) -> "_Columns":
-        prompts = [each.tobytes() for each in batch.prompts]
-        return cls(prompts, batch.prompt_of, batch.ids, batch.groups, batch.seeds, batch.settings)
 
 
 def objects_s(completions: int, tokens: int) -> float:

@@ -20,10 +20,13 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 Bounds = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Bounds of the rows in the columns of tokens, segments and targets."""
 
-EncodedMicroBatches = tuple[list[str], int, np.ndarray]
-"""The encoded micro-batches of one rank: names of the fields; the number of micro-batches; uint8 `[bytes]`, which are
-the numbers of tokens, segments and targets as int32 `[micro-batches, 3]`, each column of all micro-batches (`_COLUMNS`
-as int32 and the fields as float32), and the images of each micro-batch as JSON if the data has any."""
+EncodedMicroBatches = tuple[list[str], int, dict[int, int], np.ndarray]
+"""The encoded micro-batches of one rank: names of the fields; the number of micro-batches; the columns that are sent as
+runs (a place in `_COLUMNS` and then the fields) with the increment in their runs; uint8 `[bytes]`. The bytes are the
+numbers of tokens, segments and targets as int32 `[micro-batches, 3]`, the number of runs of each column of runs as
+int32, each column of all micro-batches (`_COLUMNS` as int32 and the fields as float32; of runs int32 `[runs, 2]`, the
+first value, whose bits are those of the float, and the length), and the images of each micro-batch as JSON if the data
+has any."""
 
 
 @dataclass(slots=True)
@@ -169,14 +172,25 @@ class MiniBatch:
         columns = [*(getattr(self.columns, name) for name in _COLUMNS), *self.columns.fields.values()]
         kinds = [*_COLUMNS.values(), *(_TARGET for _ in self.columns.fields)]
         bounds = np.stack([self.token_bounds, self.segment_bounds, self.target_bounds])
-        sizes = np.diff(bounds).T.astype(np.int32, order="C")
-        edges = [12 * self.microbatches * np.arange(self.ranks + 1), *4 * bounds[kinds, :: self.microbatches]]
+        heads = np.diff(bounds).T.astype(np.int32, order="C").reshape(self.ranks, -1)
+        edges = list(4 * bounds[kinds, :: self.microbatches])
+        increments: dict[int, int] = {}
+        for at, (values, kind) in enumerate(zip(columns, kinds, strict=True)):
+            increment = int(at < len(_COLUMNS) and list(_COLUMNS)[at] == "sources")
+            found = _runs(values.view(np.int32), increment, bounds[kind, :: self.microbatches])
+            if found is not None:
+                increments[at] = increment
+                columns[at], counts = found
+                edges[at] = 8 * cumulative_bounds(counts)
+                heads = np.column_stack([heads, counts.astype(np.int32)])
+        columns.insert(0, np.ascontiguousarray(heads))
+        edges.insert(0, 4 * heads.shape[1] * np.arange(self.ranks + 1))
         if self.images is not None:
             images = [json.dumps(rows).encode() for rows in self._images_of_ranks(self.images)]
             columns.append(np.frombuffer(b"".join(images), np.uint8))
             edges.append(cumulative_bounds(np.asarray(list(map(len, images)))))
-        views = [each.data.cast("B") for each in (sizes, *columns)]
-        return EncodedRanks((list(self.columns.fields), self.microbatches), views, np.stack(edges))
+        views = [each.data.cast("B") for each in columns]
+        return EncodedRanks((list(self.columns.fields), self.microbatches, increments), views, np.stack(edges))
 
     def _images_of_ranks(self, images: list[list[PlacedImage]]) -> Iterator[list[list[dict[str, Any]]]]:
         for begin in range(0, len(images), self.microbatches):
@@ -188,8 +202,8 @@ class EncodedRanks(Sequence[EncodedMicroBatches]):
     """The encoded micro-batches of all ranks: rank i has `columns[c][bounds[c, i] : bounds[c, i + 1]]` of each column
     c."""
 
-    shared: tuple[list[str], int]
-    """The names of the fields, and the number of micro-batches."""
+    shared: tuple[list[str], int, dict[int, int]]
+    """What is the same for all ranks, see `EncodedMicroBatches`."""
     columns: list[memoryview]
     bounds: np.ndarray
     """int64 `[columns, ranks + 1]`, in bytes."""
@@ -210,18 +224,58 @@ class EncodedRanks(Sequence[EncodedMicroBatches]):
         return *self.shared, np.frombuffer(data, np.uint8)
 
 
+def _runs(values: np.ndarray, increment: int, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The runs of a column, int32 `[runs, 2]`, and how many of them each rank has; None if they would not be much
+    shorter than the column. In a run each value is that before it plus `increment`.
+
+    Args:
+        values: int32 `[values]`, of all ranks.
+        bounds: where the values of each rank begin, and the last end. No run goes beyond one.
+    """
+    begins = np.empty(len(values), np.bool_)
+    sample = values[:_RUNS_SAMPLE]
+    if 4 * np.count_nonzero(np.diff(sample) != increment) > len(sample) or not len(values):
+        return None
+    np.not_equal(values[1:] - increment if increment else values[1:], values[:-1], out=begins[1:])
+    begins[0] = True
+    begins[bounds[:-1][bounds[:-1] < len(values)]] = True
+    places = np.flatnonzero(begins)
+    if 4 * len(places) > len(values):
+        return None
+    runs = np.empty((len(places), 2), np.int32)
+    runs[:, 0] = values[places]
+    runs[:, 1] = np.diff(places, append=len(values))
+    return runs, np.diff(np.searchsorted(places, bounds))
+
+
+_RUNS_SAMPLE = 4096
+"""A column whose first values are not runs is sent as it is."""
+
+
+def _expand(runs: np.ndarray, increment: int) -> np.ndarray:
+    """The column, int32 `[values]`, whose runs these are."""
+    values = np.repeat(runs[:, 0], runs[:, 1])
+    if increment:
+        ends = np.cumsum(runs[:, 1])
+        values += np.arange(len(values), dtype=np.int32) - np.repeat(ends - runs[:, 1], runs[:, 1]).astype(np.int32)
+    return values
+
+
 def decode_micro_batches(encoded: EncodedMicroBatches) -> list[MicroBatch[np.ndarray]]:
     """Decodes the micro-batches of a rank that `MiniBatch.encode` encoded."""
-    names, count, data = encoded
-    sizes = data[: 12 * count].view(np.int32).reshape(-1, 3)
+    names, count, increments, data = encoded
+    numbers = data[: 4 * (3 * count + len(increments))].view(np.int32)
+    sizes, runs = numbers[: 3 * count].reshape(-1, 3), dict(zip(increments, numbers[3 * count :].tolist(), strict=True))
     bounds = np.zeros((len(sizes) + 1, 3), np.int64)
     np.cumsum(sizes, axis=0, out=bounds[1:])
     kinds = [*_COLUMNS.values(), *(_TARGET for _ in names)]
-    ends = np.cumsum([bounds[-1, kind] for kind in kinds])
-    end_of_columns = 12 * count + 4 * int(ends[-1])
-    values = data[12 * count : end_of_columns].view(np.int32)
-    images = json.loads(data[end_of_columns:].tobytes()) if end_of_columns < data.size else None
-    columns = [values[end - bounds[-1, kind] : end] for kind, end in zip(kinds, ends, strict=True)]
+    at, columns = numbers.nbytes, []
+    for place, kind in enumerate(kinds):
+        size = 2 * runs[place] if place in runs else int(bounds[-1, kind])
+        values = data[at : at + 4 * size].view(np.int32)
+        at += 4 * size
+        columns.append(_expand(values.reshape(-1, 2), increments[place]) if place in runs else values)
+    images = json.loads(data[at:].tobytes()) if at < data.size else None
 
     def part(number: int, column: int) -> np.ndarray:
         begin, end = bounds[number : number + 2, kinds[column]]

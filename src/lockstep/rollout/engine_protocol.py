@@ -10,6 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 
 from lockstep.cluster.protocol import concurrent
@@ -116,18 +117,16 @@ class RolloutEngine(Protocol):
 ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
 
 
-@dataclass(slots=True)
-class RequestBatch:
-    """Requests as they are sent to an engine: a prompt and its images once, and not with every request of its group."""
+class RequestBatch(msgspec.Struct, array_like=True):
+    """Requests as they are sent to an engine, in columns: what a group has in common is sent once."""
 
-    prompts: list[np.ndarray]
+    prompts: list[bytes]
     """int32 `[prompt tokens]`."""
     images: list[tuple[PlacedImage, ...]]
     """The images of each prompt."""
-    prompt_of: list[int]
-    """Index of each request's prompt."""
+    groups: list[tuple[str, int, int]]
+    """Requests of a group that follow each other: its name, the index of their prompt, and how many they are."""
     ids: list[str]
-    groups: list[str]
     seeds: list[int]
     settings: list[tuple[float, float, int, float, int, tuple[str, ...], bool, int, bool]]
     """The fields of requests from `temperature` to `keep`, of all requests if they are the same, else of each."""
@@ -135,22 +134,27 @@ class RequestBatch:
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "RequestBatch":
         """Packs requests. Those whose prompts and images are the same objects share them."""
-        batch, index = cls([], [], [], [], [], [], []), dict[tuple[int, ...], int]()
+        batch, index = cls([], [], [], [], [], []), dict[tuple[int, ...], int]()
         prompt: object = None
         images: object = None
+        group, count, at = "", 0, 0
         for request in requests:
-            if request.prompt is not prompt or request.images is not images:  # else those of the request before it
-                prompt, images = request.prompt, request.images
-                key = (id(prompt), *map(id, request.images))
-                if key not in index:
-                    index[key] = len(batch.prompts)
-                    batch.prompts.append(request.prompt)
-                    batch.images.append(request.images)
-            batch.prompt_of.append(index[key])
+            if request.prompt is prompt and request.images is images and request.group == group:
+                count += 1  # as the request before it
+                continue
+            if count:
+                batch.groups.append((group, at, count))
+            prompt, images, group, count = request.prompt, request.images, request.group, 1
+            key = (id(prompt), *map(id, request.images))
+            at = index.setdefault(key, len(batch.prompts))
+            if at == len(batch.prompts):
+                batch.prompts.append(np.asarray(request.prompt, np.int32).tobytes())
+                batch.images.append(request.images)
+        if count:
+            batch.groups.append((group, at, count))
         batch.ids = [request.id for request in requests]
-        batch.groups = [request.group for request in requests]
         batch.seeds = [request.seed for request in requests]
-        batch.settings = [_settings(request) for request in requests]
+        batch.settings = list(map(_settings, requests))
         if batch.settings and batch.settings.count(batch.settings[0]) == len(batch.settings):
             batch.settings = batch.settings[:1]
         return batch
@@ -159,10 +163,11 @@ class RequestBatch:
     def requests(self) -> list[Request]:
         """The requests, unpacked."""
         settings = self.settings * (len(self.ids) if len(self.settings) == 1 else 1)
-        columns = zip(self.ids, self.groups, self.prompt_of, self.seeds, settings, strict=True)
+        prompts = [np.frombuffer(each, np.int32).copy() for each in self.prompts]
+        each = [(group, prompt) for group, prompt, count in self.groups for _ in range(count)]
         return [
-            Request(id, group, self.prompts[prompt], seed, *own, self.images[prompt])
-            for id, group, prompt, seed, own in columns
+            Request(id, group, prompts[prompt], seed, *own, self.images[prompt])
+            for id, (group, prompt), seed, own in zip(self.ids, each, self.seeds, settings, strict=True)
         ]
 
 
@@ -171,8 +176,7 @@ _settings: Callable[[Request], Any] = attrgetter(
 )
 
 
-@dataclass(slots=True)
-class CompletionBatch:
+class CompletionBatch(msgspec.Struct, array_like=True):
     """Completions that were not acknowledged yet, oldest first. In columns, because a step has thousands."""
 
     sequence: int
@@ -186,14 +190,18 @@ class CompletionBatch:
     """Bytes: int32, one completion after the other."""
     logprobs: memoryview
     """Bytes: float32."""
-    versions: memoryview
-    """Bytes: int32."""
+    versions: list[int]
+    """Versions of tokens that follow each other: a new one only where weights were loaded."""
+    version_sizes: list[int]
+    """How many tokens have each of them."""
 
     @classmethod
     def of(cls, sequence: int, completions: Sequence[Completion]) -> "CompletionBatch":
         """Packs completions. Raises ValueError for one with tokens of an environment, which no engine generates."""
         if any(each.mask is not None or each.episode is not None or each.images for each in completions):
             raise ValueError("an engine's completions have no mask, no episode and no images")
+        versions = np.concatenate([np.zeros(0, np.int32), *(each.versions for each in completions)])
+        begins = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
         return cls(
             sequence,
             [each.request for each in completions],
@@ -202,7 +210,8 @@ class CompletionBatch:
             [len(each.tokens) for each in completions],
             _joined([np.asarray(each.tokens, np.int32) for each in completions]),
             _joined([np.asarray(each.logprobs, np.float32) for each in completions]),
-            _joined([np.asarray(each.versions, np.int32) for each in completions]),
+            versions[begins].tolist(),
+            np.diff(begins, append=len(versions)).tolist(),
         )
 
     @property
@@ -213,19 +222,20 @@ class CompletionBatch:
     @staticmethod
     def unpack_all(batches: "Sequence[CompletionBatch]") -> "list[list[Completion]]":
         """The completions of each batch. Those of all batches share the memory of their arrays, a copy."""
-        ends = list(accumulate(chain.from_iterable(batch.sizes for batch in batches)))
+        ends = list(accumulate(chain.from_iterable([batch.sizes for batch in batches])))
         parts = list(map(slice, chain((0,), ends), ends))
+        versions = np.array(list(chain.from_iterable([batch.versions for batch in batches])), np.int32)
         columns = (
             np.frombuffer(bytearray().join([batch.tokens for batch in batches]), np.int32),
             np.frombuffer(bytearray().join([batch.logprobs for batch in batches]), np.float32),
-            np.frombuffer(bytearray().join([batch.versions for batch in batches]), np.int32),
+            np.repeat(versions, list(chain.from_iterable([batch.version_sizes for batch in batches]))),
         )
         unpacked = map(
             Completion,
-            chain.from_iterable(batch.requests for batch in batches),
+            chain.from_iterable([batch.requests for batch in batches]),
             *(map(column.__getitem__, parts) for column in columns),
-            chain.from_iterable(batch.finishes for batch in batches),
-            chain.from_iterable(batch.texts for batch in batches),
+            chain.from_iterable([batch.finishes for batch in batches]),
+            chain.from_iterable([batch.texts for batch in batches]),
         )
         return [list(islice(unpacked, len(batch.sizes))) for batch in batches]
 

@@ -9,6 +9,7 @@ Engines load published weights between two decode steps, and every token records
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -49,7 +50,7 @@ class PromptSampler:
 
 PERSIST_INTERVAL_S = 1.0
 """How often finished completions of unfinished steps are made durable; those of a complete step always are."""
-ROLLOUT_QUEUE = "rollouts"
+_REQUEST = attrgetter("request")
 
 
 class TooStale(RuntimeError):
@@ -78,6 +79,8 @@ class _RolloutRound:
 
     step: int
     version: int
+    queue: str
+    """Of its requests, see `RolloutClient.submit`."""
     prompts: Sequence[Prompt]
     ids: list[list[str]]
     total: int
@@ -119,7 +122,6 @@ class RolloutBuffer:
         self.group_size, self.steps, self.max_staleness = group_size, steps, max_staleness
         self._rounds: dict[int, _RolloutRound] = {}
         """The round of each step that was requested and not taken yet."""
-        self._round_of: dict[str, _RolloutRound] = {}
         self._requested: dict[int, int] = {}
         """The number of requested rounds of each step."""
         self._counts: dict[int, dict[str, float]] = {}
@@ -182,11 +184,11 @@ class RolloutBuffer:
             requests += self.engines.requests(step, prompt, missing)
         now = time.monotonic()
         version = self.engines.version
-        current = _RolloutRound(step, version, prompts, ids, len(wanted), len(requests), now, done)
+        queue = f"rollouts {step}.{self._requested.get(step, 0)}"
+        current = _RolloutRound(step, version, queue, prompts, ids, len(wanted), len(requests), now, done)
         self._rounds[step] = current
-        self._round_of |= dict.fromkeys([request.id for request in requests], current)
         self._requested[step] = self._requested.get(step, 0) + 1
-        self.engines.submit(requests, queue=ROLLOUT_QUEUE)
+        self.engines.submit(requests, queue=current.queue)
 
     def _poll(self, current: _RolloutRound) -> bool | None:
         self._collect()
@@ -195,10 +197,10 @@ class RolloutBuffer:
         return None if current.missing else True
 
     def _collect(self) -> None:
-        for completion in self.engines.collect(queue=ROLLOUT_QUEUE):
-            its_round = self._round_of.pop(completion.request)
-            its_round.done[completion.request] = completion
-            its_round.unsaved.append(completion)
+        for each in self._rounds.values():
+            completions = self.engines.collect(queue=each.queue)
+            each.done.update(zip(map(_REQUEST, completions), completions, strict=True))
+            each.unsaved += completions
 
     def _persist_due(self) -> None:
         for each in self._rounds.values():

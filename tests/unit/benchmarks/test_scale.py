@@ -56,7 +56,7 @@ def test_news_of_one_engine_cost_the_same_among_few_and_among_many(tmp_path: Pat
         of.buffer.request(0)
         one, request = of.engines[3], of.engines[3].requests[0]
         one.finish(completion_of(request, 8, 0))
-        counts.append(calls_of(lambda of=of: of.fleet.collect("rollouts")))  # type: ignore[misc]
+        counts.append(calls_of(lambda of=of: of.buffer._collect()))  # type: ignore[misc]
         of.close()
     assert counts[1] <= counts[0] + 5, counts
 

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Protocol
@@ -97,9 +98,12 @@ class CallWait:
         self._resumed_at = 0.0
         self._noticed: dict[str, float] = {}
         self._limit: Callable[[CallTarget], float] = _STALL_LIMIT if stall_s is None else lambda _: stall_s
-        bounds = (min(map(of, call.workers)) for call in calls for of in (_NOTICE_AFTER, self._limit))
-        self._unsuspicious_s = min(bounds, default=0.0)
+
+    @cached_property
+    def _unsuspicious_s(self) -> float:
         """A worker that has been idle for less gives no cause for a notice, and is not stalled."""
+        of_workers = (map(of, call.workers) for call in self.calls for of in (_NOTICE_AFTER, self._limit))
+        return float(min(chain.from_iterable(of_workers)))
 
     def until_done(self) -> None:
         """Returns when all calls are done; raises the first failure."""

@@ -259,8 +259,10 @@ class EnginePool:
         assigned = self._router.assign()
         slots = [self._slots[rank] for rank in assigned]
         called = [(slot, slot.worker) for slot in slots if slot.worker is not None]  # all: the router knows who is live
-        requests = [(RequestBatch.of(each),) for each in assigned.values()]
-        calls = submit_all([worker for _, worker in called], EngineAPI.submit, requests)
+        requests = [RequestBatch.of(each) for each in assigned.values()]
+        if called and all(slot.collecting is None for slot in slots):  # as usual
+            return called, CollectCall(slots, self._hold_s, self._on_answers).submit_requests(requests)
+        calls = submit_all([worker for _, worker in called], EngineAPI.submit, [(each,) for each in requests])
         self._request_completions(slots)
         return called, calls
 
@@ -268,7 +270,7 @@ class EnginePool:
         """Asks engines with open requests for their completions, unless they have been asked already."""
         asked = [slot for slot in slots if slot.collecting is None and self._router.open_requests(slot.rank)]
         if asked:
-            CollectCall(asked, self._hold_s, self._on_answers)
+            CollectCall(asked, self._hold_s, self._on_answers).submit()
 
     def _on_answers(self, answer: Answer) -> None:
         """Records answers to a `collect` call. Called in any thread, without the lock."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.futures import on_answers
-from lockstep.cluster.rpc.group_calls import submit_all
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress
+from lockstep.cluster.rpc.group_calls import submit_all, submit_in_turn
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, RequestBatch
 
 HOLD_PER_ENGINE_S = 1e-3
 """Times the number of engines: how long an engine may hold completions back while it has other requests that are as
@@ -49,16 +49,32 @@ class CollectCall:
     """
 
     def __init__(self, slots: Sequence[EngineSlot], hold_s: float, answered: "Callable[[Answer], None]") -> None:
-        self._workers = [slot.worker for slot in slots if slot.worker is not None]
         filled = [slot for slot in slots if slot.worker is not None]
+        self._workers = [slot.worker for slot in slots if slot.worker is not None]
         self.slots: Mapping[Worker, EngineSlot] = dict(zip(self._workers, filled, strict=True))
         """The slot of each worker when it was called."""
         for slot in filled:
             slot.collecting = self
         self._answered = answered
-        arguments = [(slot.acknowledged, hold_s) for slot in filled]
-        self._calls = submit_all(self._workers, EngineAPI.collect, arguments)
-        on_answers(self._workers, self._calls, self._on_answers)
+        self._arguments = [(slot.acknowledged, hold_s) for slot in filled]
+
+    def submit(self) -> None:
+        """Calls the engines."""
+        self._watch(submit_all(self._workers, EngineAPI.collect, self._arguments))
+
+    def submit_requests(self, requests: Sequence[RequestBatch]) -> Sequence[PendingResult[None]]:
+        """Sends requests to these engines, and calls them with the same message. Returns the calls that sent them."""
+        submitted, calls = submit_in_turn(
+            self._workers,
+            (EngineAPI.submit, [(each,) for each in requests]),
+            (EngineAPI.collect, self._arguments),
+        )
+        self._watch(calls)
+        return submitted
+
+    def _watch(self, calls: Sequence[PendingResult[CompletionBatch]]) -> None:
+        self._calls = calls
+        on_answers(self._workers, calls, self._on_answers)
 
     def of(self, worker: Worker) -> PendingResult[CompletionBatch]:
         """The call of one engine."""

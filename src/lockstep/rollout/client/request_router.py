@@ -22,6 +22,8 @@ class EngineLoad:
         """Load by rank. The load of engines that are held back is increased, so that they come last in the heap."""
         self._heap: list[tuple[int, int]] = []
         """(load, rank), including outdated entries."""
+        self._changed: set[int] = set()
+        """Engines whose loads are not in the heap."""
         self.held_back: set[int] = set()
         """Engines that get no requests as long as another engine is live."""
 
@@ -40,11 +42,8 @@ class EngineLoad:
 
     def set(self, rank: int, count: int) -> None:
         """Sets the load of a live engine."""
-        self._load[rank] = count = count + _HELD_BACK_LOAD * (rank in self.held_back)
-        heapq.heappush(self._heap, (count, rank))
-        if len(self._heap) > 64 + 4 * len(self._load):
-            self._heap = [(count, rank) for rank, count in self._load.items()]
-            heapq.heapify(self._heap)
+        self._load[rank] = count + _HELD_BACK_LOAD if rank in self.held_back else count
+        self._changed.add(rank)
 
     def remove(self, rank: int) -> None:
         """Removes a lost engine. Its successor is not held back."""
@@ -53,9 +52,18 @@ class EngineLoad:
 
     def least_loaded(self) -> int:
         """The engine with the smallest load, the lowest rank among equals. Raises IndexError if no engine is live."""
-        while self._load.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][1]
+        load, heap = self._load, self._heap
+        if self._changed:
+            if len(heap) + len(self._changed) > 64 + 4 * len(load):
+                heap[:] = [(count, rank) for rank, count in load.items()]
+                heapq.heapify(heap)
+            else:
+                for rank in self._changed & load.keys():
+                    heapq.heappush(heap, (load[rank], rank))
+            self._changed.clear()
+        while load.get(heap[0][1]) != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0][1]
 
 
 class RequestRouter:
@@ -99,7 +107,7 @@ class RequestRouter:
         for group in groups.values():
             rank = self.choose_engine(group, self.load)
             assigned.setdefault(rank, []).extend(group)
-            self._open[rank].update((request.id, request) for request in group)
+            self._open[rank].update(zip([request.id for request in group], group, strict=True))
             self.load.set(rank, len(self._open[rank]))
         self._unassigned = []
         for rank, requests in assigned.items() if self._copies else ():

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 from lockstep.base import waits
@@ -18,6 +19,7 @@ from lockstep.rollout.engine_protocol import EngineProgress, Request, request_se
 from lockstep.watch.beacon.writer import current_beacon
 
 T = TypeVar("T")
+_REQUEST = attrgetter("request")
 
 PROGRESS_INTERVAL_S = 0.25
 """How often a wait for completions reads the engines' progress. Arriving completions wake it at once."""
@@ -129,13 +131,13 @@ class RolloutClient:
 
     def _all_arrived(self) -> bool | None:
         """Takes the completions that have arrived, for their queues. Returns True if no request is open, else None."""
-        queue_of, arrived = self._queue_of, self._arrived
-        for completion in self._pool.collect():
-            queue = queue_of.pop(completion.request)
-            if queue in arrived:
-                arrived[queue].append(completion)
-            else:
-                arrived[queue] = [completion]
+        completions = self._pool.collect()
+        queues = list(map(self._queue_of.pop, map(_REQUEST, completions)))
+        if completions and queues.count(queues[0]) == len(queues):  # as usual
+            self._arrived.setdefault(queues[0], []).extend(completions)
+        else:
+            for queue, completion in zip(queues, completions, strict=True):
+                self._arrived.setdefault(queue, []).append(completion)
         return None if self._queue_of else True
 
     def wait_until(self, poll: Callable[[], T | None], why: str, step: int = -1) -> T:
