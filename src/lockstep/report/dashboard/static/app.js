@@ -145,6 +145,7 @@ class App {
     const view = this.views.get(name);
     this.current = { name, view };
     this.drawTabs();
+    this.headline();
     $("panel").setAttribute("aria-labelledby", `tab-${name}`);
     if ($("panel").firstChild !== view.element) put($("panel"), view.element);
     $(`tab-${name}`).scrollIntoView({ block: "nearest", inline: "nearest" });
@@ -194,12 +195,12 @@ class App {
     const verdict = this.verdicts.get(run.id);
     const lasted = (run.state === "running" ? Date.now() / 1000 : run.updated || 0) - (run.started || 0);
     const facts = [run.recipe, `step ${(run.step ?? 0).toLocaleString("en")}${run.steps ? ` of ${run.steps.toLocaleString("en")}` : ""}`,
-      run.started ? `${run.state === "running" ? "for" : "ran"} ${formatSeconds(Math.max(0, Math.round(lasted)))}` : null, run.updated ? `updated ${ago(Math.round(run.updated))}` : null, run.message || null].filter(Boolean).join(" · ");
-    const key = JSON.stringify([run.name, run.state, verdict]);
+      run.started ? `${run.state === "running" ? "for" : "ran"} ${formatSeconds(Math.max(0, Math.round(lasted)))}` : null, run.updated ? `updated ${ago(run.updated)}` : null, run.message || null].filter(Boolean).join(" · ");
+    const key = JSON.stringify([run.name, run.state, verdict, state.view === "waits"]);
     if (key !== this.headlineKey) {
       this.headlineKey = key;
       this.facts = h("div", { class: "sub" });
-      put($("headline"), h("h1", {}, run.name), h("span", { class: `pill ${STATES[run.state] ?? ""}` }, run.state), this.facts, verdictCard(verdict, () => change({ view: "waits" })));
+      put($("headline"), h("h1", {}, run.name), h("span", { class: `pill ${STATES[run.state] ?? ""}` }, run.state), this.facts, state.view === "waits" ? null : verdictCard(verdict, () => change({ view: "waits" })));
     }
     if (this.facts.textContent !== facts) put(this.facts, facts);
   }

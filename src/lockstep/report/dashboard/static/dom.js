@@ -87,7 +87,11 @@ export function formatClock(seconds) {
   return today ? clock : `${date.toLocaleDateString("en-CA")} ${clock}`;
 }
 
-export const ago = (seconds) => `${formatSeconds(Math.max(0, Date.now() / 1000 - seconds))} ago`;
+export function ago(seconds) {
+  const passed = Math.round(Date.now() / 1000 - seconds);
+  return passed < 2 ? "just now" : `${formatSeconds(passed)} ago`;
+}
+
 export const count = (n, noun, plural = `${noun}s`) => `${n.toLocaleString("en")} ${n === 1 ? noun : plural}`;
 
 /** Contiguous numbers as ranges: [0,1,2,5] is "0–2, 5". */

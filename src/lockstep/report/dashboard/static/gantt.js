@@ -215,6 +215,7 @@ export class GanttView {
     const x = (time) => this.edge + ((time - from) / (to - from)) * (width - this.edge - 8);
     context.font = FONT;
     context.textBaseline = "middle";
+    this.drawAxis(context, width, from, to, x);
     context.save();
     context.beginPath();
     context.rect(0, AXIS, width, this.height - AXIS);
@@ -228,7 +229,6 @@ export class GanttView {
       else this.drawLane(context, lane.row, y, x, width);
     }
     context.restore();
-    this.drawAxis(context, width, from, to, x);
     if (this.from !== undefined && this.from !== null) {
       context.fillStyle = colour("--series-1");
       context.globalAlpha = 0.15;
@@ -267,7 +267,7 @@ export class GanttView {
   drawLane(context, row, y, x, width) {
     context.fillStyle = colour("--muted");
     context.textAlign = "left";
-    context.fillText(fit(context, visible(row.name), this.edge - 28), 22, y + LANE / 2);
+    context.fillText(fit(context, visible(row.name), this.edge - 28), 22, y + LANE / 2 + 1);
     this.drawSpans(context, row, y + 3, LANE - 6, x, width, 1);
   }
 

@@ -3,7 +3,7 @@
 import { announce, count, empty, formatSeconds, h, paint, put, ranges, s, visible } from "./dom.js";
 import { aborted, get, ofRun } from "./server.js";
 
-const SHOWN_ONE_BY_ONE = 40;
+const SHOWN_ONE_BY_ONE = 24;
 const NODE = { width: 196, height: 58, gap: 14, between: 96, pad: 24, caption: 26 };
 const WITHIN_MS = 1000;
 
