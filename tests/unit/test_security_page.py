@@ -12,7 +12,7 @@ LISTENS = {"Listener", "listen", "create_server", "start_http_server", "start_se
 """Calls that open a port. `bind` alone is also a method of signatures and of ports that are only tried."""
 ONLY_TRIES = {"watch/supervisor/multi_node.py", "doctor/check/probe/host_probe.py"}
 """Files that bind a port to find out whether it is free, and close it."""
-IMPLEMENTS = {"base/network.py", "base/transport/auth_handshake.py", "run/trained_models/server_connections.py"}
+IMPLEMENTS = {"base/network.py", "base/transport/auth_handshake.py", "report/server_connections.py"}
 """What the others listen by."""
 
 

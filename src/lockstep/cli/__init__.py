@@ -17,6 +17,7 @@ _COMMANDS = {
     "top": "Show every process of a run: stage, progress, collectives and waits; suspects are at the top.",
     "timeline": "Write a timeline of a run for Perfetto: stages, collectives, requests, weight sync, waits, incidents.",
     "report": "Write the HTML report of a run, finished or not, and list its incidents.",
+    "dashboard": "Show runs in a browser, live: curves, stages, waits, hosts and GPUs, samples, incidents, configs.",
     "samples": "Show completions of a run's step with their rewards: from the best to the worst, or only one end.",
     "export": "Write the model of a run's checkpoint, for transformers, vLLM or the next run.",
     "generate": "Complete prompts with the model of a run, or with any other.",
@@ -62,7 +63,13 @@ class _Subcommand(TyperCommand):
             raise
 
 
-_FILES = {"samples": "show_samples", "serve-reward": "serve_reward", "check": "check.check_command"}
+_FILES = {
+    "samples": "show_samples",
+    "serve-reward": "serve_reward",
+    "check": "check.check_command",
+    "report": "report.report_command",
+    "dashboard": "report.dashboard_command",
+}
 """The modules of the subcommands whose names are those of other modules, or of a folder."""
 
 

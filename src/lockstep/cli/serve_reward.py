@@ -103,7 +103,7 @@ def command(
 def _connections(wanted: int) -> int:
     """The number of connections that the limit of open files allows, at most `wanted`. Says so if they are fewer."""
     from lockstep.base.text import count_noun
-    from lockstep.run.trained_models.server_connections import possible_connections
+    from lockstep.report.server_connections import possible_connections
 
     possible = possible_connections(wanted)
     if possible < wanted:

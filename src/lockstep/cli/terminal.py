@@ -27,7 +27,12 @@ _TRAIN = (
     "torch", "transformers", "datasets", "pyarrow", "safetensors", "tokenizers", "accelerate", "peft",
     "huggingface_hub", "httpx", "matplotlib", "tensorboard",
 )  # fmt: skip
-_MODULES = {"train": _TRAIN, "ray": (*_TRAIN, "ray"), "serve": (*_TRAIN, "fastapi", "uvicorn")}
+_MODULES = {
+    "train": _TRAIN,
+    "ray": (*_TRAIN, "ray"),
+    "serve": (*_TRAIN, "fastapi", "uvicorn"),
+    "dashboard": ("fastapi", "uvicorn", "pyarrow"),
+}
 """The modules that each extra of the distribution installs."""
 
 _QUIET_S = 1.0

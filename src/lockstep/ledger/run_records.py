@@ -33,8 +33,10 @@ class RunRecords:
                 "evaluations", step=step, metrics=json_values.dumps(dict(metrics), "metrics"), samples=shown
             )
 
-    def evaluations(self) -> list[EvaluationRow]:
-        rows = self._index.rows("SELECT step, at, metrics, samples FROM evaluations ORDER BY step")
+    def evaluations(self, after: int | None = None) -> list[EvaluationRow]:
+        """Returns the evaluations by step, only of steps later than `after`."""
+        where = "" if after is None else f"WHERE step > {int(after)}"
+        rows = self._index.rows(f"SELECT step, at, metrics, samples FROM evaluations {where} ORDER BY step")
         found = []
         for step, at, metrics, stored in rows:
             found.append(EvaluationRow(step, at, self._index.parse(metrics, dict), self._parse_samples(stored)))

@@ -24,10 +24,10 @@ from starlette.requests import ClientDisconnect
 
 from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.text import count_noun
+from lockstep.report.server_connections import ACCEPTED_AT_ONCE, QueueingServer, connection_type
 from lockstep.rewards.model_reward import cut_on_the_left
 from lockstep.run.trained_models.local_reward_model import LocalRewardModel
 from lockstep.run.trained_models.score_batching import QueueFull, ScoreBatcher
-from lockstep.run.trained_models.server_connections import ACCEPTED_AT_ONCE, QueueingServer, connection_type
 
 log = logging.getLogger(__name__)
 

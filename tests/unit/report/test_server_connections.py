@@ -21,10 +21,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lockstep.base.network import listen
 from lockstep.config.model import ModelConfig
 from lockstep.models.tiny_model import make_tiny
-from lockstep.run.trained_models import server_connections
+from lockstep.report import server_connections
+from lockstep.report.server_connections import SPARE_DESCRIPTORS, possible_connections
 from lockstep.run.trained_models.local_reward_model import LocalRewardModel
 from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, http_server
-from lockstep.run.trained_models.server_connections import SPARE_DESCRIPTORS, possible_connections
 
 HEADER_S = 0.7
 TOKEN = "3f9a0c51e7d28b64"

@@ -1,4 +1,4 @@
-"""The connections of a reward server: their number and their time without a request are bounded."""
+"""The connections of an HTTP server: their number and their time without a request are bounded."""
 
 import asyncio
 import socket

@@ -1,0 +1,75 @@
+"""The runs that a dashboard shows: those named on its command line, and those in the folders named there."""
+
+import hashlib
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.base.errors import PicklableError
+from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.report.dashboard.run_feed import RunFeed
+
+MOST_RUNS = 1000
+"""Runs of all folders together; the rest is left out."""
+_ID_CHARS = 12
+
+
+class NothingToShow(PicklableError, ValueError):
+    """A path on the command line is neither the folder of a run nor one that can hold such folders."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(f"RUN {path}: {problem}: give the folder of a run, or a folder that holds run folders")
+        self.path, self.problem = path, problem
+
+
+class RunCatalogue:
+    """Finds runs again at each look, so that new ones appear; each keeps its id while this process lives.
+
+    Raises:
+        NothingToShow: a path cannot be shown.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = [_checked(path) for path in paths]
+        self._feeds: dict[str, RunFeed] = {}
+        self._lock = threading.Lock()
+
+    def runs(self) -> dict[str, RunFeed]:
+        """All runs by id, in the order of the command line, those of one folder by name."""
+        with self._lock:
+            found = {}
+            for folder in self._folders():
+                name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:_ID_CHARS]
+                found[name] = self._feeds.get(name) or RunFeed(folder)
+            self._feeds = found
+            return dict(found)
+
+    def run(self, run: str) -> RunFeed | None:
+        """The run with this id, which may have been removed meanwhile; None if there never was one."""
+        known = self._feeds.get(run)
+        return known if known is not None else self.runs().get(run)
+
+    def _folders(self) -> list[Path]:
+        found: dict[Path, None] = {}
+        for path in self._paths:
+            if (path / INDEX_FILE).is_file():
+                found[path] = None
+                continue
+            try:
+                inside = sorted(each for each in path.iterdir() if not each.name.startswith("."))
+            except OSError:  # removed meanwhile
+                continue
+            found.update(dict.fromkeys(each for each in inside if (each / INDEX_FILE).is_file()))
+        return list(found)[:MOST_RUNS]
+
+
+def _checked(path: Path) -> Path:
+    path = path.expanduser().absolute()
+    if not path.exists():
+        raise NothingToShow(path, "there is no such folder")
+    if not path.is_dir():
+        raise NothingToShow(path, "is not a folder")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise NothingToShow(path, "this user may not read it")
+    return path

@@ -1,0 +1,180 @@
+"""Follows the ledger of one run: reads what is new since the last look, and keeps what the page asks for."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.ledger.durable_files import lock_holder
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.run_folder import INDEX_FILE, LOCK_FILE
+from lockstep.ledger.sqlite_index import EventRow
+from lockstep.report.dashboard.metric_history import MetricHistory
+
+RunState = Literal["running", "finished", "failed", "stopped"]
+
+SETTLED_NS = 50_000_000
+"""A file that was written less than this before it was read is read again: its times may be too coarse to show what was
+written meanwhile."""
+REREAD_STEPS = 8
+"""The newest steps, which may get more metrics after they were read."""
+REMOTE_S = 600.0
+"""A run without an end whose process is on another host counts as running while its last record is younger."""
+BUSY_S = 20.0
+"""How long a request waits for another one that reads the same run."""
+
+
+class RunBusy(RuntimeError):
+    """A run is still being read for another request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOverview:
+    """A run in the list of runs. Times are seconds since the epoch."""
+
+    name: str
+    recipe: str
+    state: RunState
+    step: int
+    steps: int | None
+    started: float | None
+    updated: float | None
+    message: str
+
+
+class RunFeed:
+    """What is known of a run. All methods may be called by any thread, and raise LedgerError, OSError, or RunBusy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._signature: tuple[Any, ...] | None = None
+        self._generation = -1
+        self._done = 0
+        self._updated: float | None = None
+        self._evaluations = MetricHistory()
+        self._metrics = MetricHistory()
+        self._events: list[EventRow] = []
+        self._config: dict[str, Any] = {}
+
+    def overview(self) -> RunOverview:
+        with self.current():
+            events = self._events
+            state, message = self._state()
+            return RunOverview(
+                name=str(self._config.get("name", self.folder.name)),
+                recipe=str(self._config.get("recipe", "")),
+                state=state,
+                step=self._done,
+                steps=self._config.get("steps"),
+                started=events[0].at if events else None,
+                updated=self._updated,
+                message=message,
+            )
+
+    def metric_names(self) -> tuple[list[str], int]:
+        """The names of all metrics, and the number of steps done."""
+        with self.current():
+            return list(dict.fromkeys([*self._metrics.names, *self._evaluations.names])), self._done
+
+    def curves(self, names: list[str], first: int | None, last: int | None, points: int) -> dict[str, Any]:
+        """The curves of these metrics, as far as the run has them. Steps count from 1."""
+        with self.current():
+            found = {}
+            for name in names:
+                curve = self._metrics.curve(name, first, last, points)
+                curve = curve or self._evaluations.curve(name, first, last, points)
+                if curve is not None:
+                    found[name] = curve
+            return found
+
+    def config(self) -> dict[str, Any]:
+        with self.current():
+            return self._config
+
+    def events(self) -> list[EventRow]:
+        with self.current():
+            return self._events
+
+    def newest(self) -> tuple[int, dict[str, float]]:
+        """The number of steps done, and the metrics of the last of them."""
+        with self.current():
+            return self._done, self._metrics.at(self._done) | self._evaluations.at(self._done)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Holds the run as it is now on disk."""
+        if not self._lock.acquire(timeout=BUSY_S):
+            raise RunBusy(f"{self.folder} is still being read: try again")
+        try:
+            self._refresh()
+            yield
+        finally:
+            self._lock.release()
+
+    def reading(self, read: Callable[[Ledger], Any]) -> Any:
+        """Reads something else from the run's ledger, which is opened for it."""
+        with Ledger.reader(self.folder) as ledger:
+            return read(ledger)
+
+    def _refresh(self) -> None:
+        signature = _file_times(self.folder)
+        if signature == self._signature:
+            return
+        with Ledger.reader(self.folder) as ledger:
+            self._read(ledger)
+        newest = max(each[0] for each in signature if each is not None)
+        self._signature = signature if time.time_ns() - newest > SETTLED_NS else None
+
+    def _read(self, ledger: Ledger) -> None:
+        done = ledger.steps_done()
+        anew = ledger.generation != self._generation or done < self._done
+        first = 0 if anew else max(0, self._done - REREAD_STEPS)  # the index of a step
+        if anew:
+            self._metrics, self._evaluations = MetricHistory(), MetricHistory()
+        self._metrics.forget_from(first + 1)
+        rows = [row for row in ledger.metrics_rows(after=first - 1) if row.step < done]
+        for row in rows:
+            self._metrics.add(row.step + 1, row.values)
+        self._evaluations.forget_from(first)
+        for evaluation in ledger.evaluations(after=first - 2):
+            if evaluation.step < done:
+                self._evaluations.add(evaluation.step + 1, evaluation.metrics)
+        self._events = ledger.events()
+        self._config = ledger.config()
+        self._updated = max([row.at for row in rows[-1:]] + [each.at for each in self._events[-1:]], default=None)
+        self._generation, self._done = ledger.generation, done
+
+    def _state(self) -> tuple[RunState, str]:
+        newest = [each for each in self._events if each.generation == self._generation]
+        ends = [str(each.fields.get("reason", "")) for each in newest if each.kind == "end"]
+        if ends:
+            reason = ends[-1]
+            return ("finished", "") if reason == "finished" else _ended_state(reason)
+        if lock_holder(self.folder / LOCK_FILE) is not None:
+            return "running", ""
+        if self._updated is not None and time.time() - self._updated < REMOTE_S:
+            return "running", "no process of this host holds the run: it runs on another host, or was just killed"
+        return "failed", "killed: its ledger has no end"
+
+
+def _ended_state(reason: str) -> tuple[RunState, str]:
+    return ("stopped" if reason.startswith("interrupted") else "failed"), reason
+
+
+def _file_times(folder: Path) -> tuple[tuple[int, int, int] | None, ...]:
+    """Time of the last write, size and inode of the ledger and of its log. Raises OSError without a ledger."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in (folder / INDEX_FILE, folder / f"{INDEX_FILE}-wal"):
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            if not found:
+                raise
+            found.append(None)
+        else:
+            found.append((facts.st_mtime_ns, facts.st_size, facts.st_ino))
+    return tuple(found)
