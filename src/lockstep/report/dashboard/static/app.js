@@ -209,13 +209,14 @@ class App {
 
   event(kind, data) {
     if (kind === "hello") {
+      if (data.resumed === false && this.version) this.current?.view.refresh?.();
       if (this.version && data.version !== this.version) this.notice("The server was updated. Reload the page.", ["reload", () => location.reload()]);
       this.version = data.version;
       return;
     }
     const run = this.runs.find((each) => each.id === data.run);
     if (run) {
-      if (kind === "step") { run.step = Math.max(run.step ?? 0, data.step + 1); run.updated = Date.now() / 1000; this.listRuns(); }
+      if (kind === "step") { run.step = Math.max(run.step ?? 0, data.step); run.updated = Date.now() / 1000; this.listRuns(); }
       if (kind === "state") { run.state = data.state; this.loadRuns().catch(() => {}); }
       if (kind === "waits" && "verdict" in data) { this.verdicts.set(run.id, data.verdict); this.headline(); }
       if (kind === "incident") { this.probed = null; this.probe(); announce(`New incident in ${run.name}`); }

@@ -261,7 +261,7 @@ export class GanttView {
     context.fillStyle = colour("--ink");
     context.textAlign = "left";
     context.fillText(fit(context, `${lane.folded ? "▸" : "▾"} ${visible(lane.role)} (${lane.rows.length})`, this.edge - 16), 10, y + lane.height / 2 - 1);
-    if (lane.folded) lane.rows.slice(0, 64).forEach((row) => this.drawSpans(context, row, y + 4, lane.height - 10, x, width, 0.5));
+    if (lane.folded) foldedRows(lane.rows).forEach((row) => this.drawSpans(context, row, y + 4, lane.height - 10, x, width, 0.5));
   }
 
   drawLane(context, row, y, x, width) {
@@ -306,8 +306,15 @@ export class GanttView {
     const near = (this.shownWindow[1] - this.shownWindow[0]) / Math.max(1, this.width) * 2;
     const span = lane.row.spans.find((each) => each.start - near <= time && time <= each.end + near);
     if (!span) { showTip(x < this.edge ? lane.row.name : "", event.clientX, event.clientY); return; }
-    showTip(`${lane.row.name}: ${span.stage}${span.step === null || span.step === undefined ? "" : `, step ${span.step}`}\n${formatSeconds(span.end - span.start)} from ${formatClock(span.start)}${span.state ? `\n${span.state}` : ""}`, event.clientX, event.clientY);
+    showTip(`${lane.row.name}: ${span.stage}${span.count > 1 ? ` and others, ${span.count} in all` : ""}${span.step === null || span.step === undefined ? "" : `, step ${span.step}`}\n${formatSeconds(span.end - span.start)} from ${formatClock(span.start)}${span.state ? `\n${span.state}` : ""}`, event.clientX, event.clientY);
   }
+}
+
+/** Some dozens of the rows, evenly chosen, and those with a stage that went wrong last: what a folded role paints. */
+function foldedRows(rows) {
+  const every = Math.max(1, Math.ceil(rows.length / 48));
+  const bad = rows.filter((row) => row.spans.some((span) => isBad(span.state)));
+  return [...rows.filter((row, at) => at % every === 0), ...bad.slice(0, 48)];
 }
 
 const isBad = (state) => /fail|stall|late|error|lost|aborted/.test(state || "");

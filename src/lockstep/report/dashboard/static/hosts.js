@@ -70,11 +70,11 @@ export class HostsView {
     else this.refresh();
   }
 
-  /** History: utilisation and temperature over time by "host/index". */
+  /** Takes the last minutes of each host, and of its GPUs by number. */
   remember(history) {
-    for (const [key, lines] of Object.entries(history)) {
-      if (!lines || typeof lines !== "object") continue;
-      this.lines.set(key, { ...lines });
+    for (const [name, { cpu, gpus }] of Object.entries(history)) {
+      this.lines.set(name, { cpu: (cpu || []).slice(-KEPT) });
+      for (const [number, figures] of Object.entries(gpus || {})) this.lines.set(`${name}/${number}`, { utilisation: (figures.utilisation || []).slice(-KEPT) });
     }
   }
 
@@ -85,7 +85,7 @@ export class HostsView {
       for (const gpu of host.gpus) this.extend(`${host.name}/${gpu.index}`, "utilisation", gpu.utilisation);
       this.extend(host.name, "cpu", host.cpu);
     }
-    if (!this.hosts.length) { put(this.body, empty("No host reports", "Hosts report while the run works.")); return; }
+    if (!this.hosts.length) { put(this.body, empty("No host is known", "Hosts and GPUs are shown while the run works on this host; GPUs of other hosts after it has ended.")); return; }
     const gpus = this.hosts.reduce((sum, host) => sum + host.gpus.length, 0);
     const wrong = this.hosts.reduce((sum, host) => sum + errors(host), 0);
     put(this.note, `${count(this.hosts.length, "host")}, ${count(gpus, "GPU")}${wrong ? `, ${count(wrong, "error")}` : ""}`);
@@ -143,7 +143,8 @@ export class HostsView {
     if (!host || !card) return;
     put(card.element,
       h("div", { class: "head" }, h("h3", { class: "text" }, name), errors(host) ? h("span", { class: "pill bad" }, count(errors(host), "error")) : null,
-        h("span", { class: "muted facts" }, `CPU ${percent(host.cpu)}`, host.memory_total ? ` · memory ${formatBytes(host.memory_used)} of ${formatBytes(host.memory_total)}` : ""),
+        host.live === false ? h("span", { class: "pill" }, "means over the run") : null,
+        h("span", { class: "muted facts" }, host.live === false ? "" : `CPU ${percent(host.cpu)}`, host.memory_total ? ` · memory ${formatBytes(host.memory_used)} of ${formatBytes(host.memory_total)}` : ""),
         this.spark(this.lines.get(name)?.cpu, "CPU")),
       host.gpus.length ? h("div", { class: "gpus", role: "table", "aria-label": `GPUs of ${visible(name)}` }, host.gpus.map((gpu) => this.gpu(name, gpu))) : h("p", { class: "muted" }, "No GPU on this host."));
   }
@@ -157,7 +158,7 @@ export class HostsView {
       h("span", { role: "cell", class: "meter memory" }, bar(memory), h("span", {}, gpu.memory_total ? formatBytes(gpu.memory_used) : "–")),
       h("span", { role: "cell", class: gpu.temperature >= HOT_C ? "hot" : "" }, round(gpu.temperature, "°C")), cell(round(gpu.clock, "MHz")), cell(round(gpu.power, "W")),
       h("span", { role: "cell", class: "sparkline" }, this.spark(this.lines.get(`${host}/${gpu.index}`)?.utilisation, "utilisation")),
-      h("span", { role: "cell", class: "errors" }, (gpu.errors || []).map((text) => h("i", { class: "pill bad" }, text))));
+      h("span", { role: "cell", class: "errors" }, (gpu.errors || []).map((text) => h("i", { class: "pill bad" }, text)), (gpu.throttled || []).map((text) => h("i", { class: "pill warn" }, `throttled: ${text}`))));
   }
 
   spark(values, what) {

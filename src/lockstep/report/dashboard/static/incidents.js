@@ -1,10 +1,11 @@
 // The views of incidents with their evidence, and of the config and its differences between runs.
 
-import { count, empty, formatClock, h, put, slices } from "./dom.js";
+import { count, empty, formatClock, formatSeconds, h, put, slices } from "./dom.js";
 import { aborted, get, ofRun } from "./server.js";
 import { swatch } from "./line_chart.js";
 
 const SHOWN = 100;
+const FILE_SHOWN = 60000;
 
 export class IncidentsView {
   constructor(app) {
@@ -48,8 +49,24 @@ export class IncidentsView {
       incident.text ? h("p", { class: "text" }, incident.text) : null,
       (incident.culprits || []).length ? h("div", { class: "row" }, h("span", { class: "tag" }, "culprits"), incident.culprits.slice(0, 24).map((name) => h("span", { class: "pill bad" }, name)), incident.culprits.length > 24 ? h("span", { class: "muted" }, `and ${incident.culprits.length - 24} more`) : null) : null,
       evidence.length ? h("details", { open: evidence.length <= 6 }, h("summary", {}, `Evidence: ${count(evidence.length, "observation")}`), h("ul", {}, evidence.slice(0, 200).map((line) => h("li", { class: "text" }, asText(line))))) : null,
-      incident.recovery ? h("div", { class: "row" }, h("span", { class: "tag" }, "recovery"), [incident.recovery].flat().map((line) => h("span", { class: "text" }, asText(line)))) : null,
-      (incident.files || []).length ? h("details", {}, h("summary", {}, count(incident.files.length, "file")), h("ul", { class: "files" }, incident.files.slice(0, 200).map((name) => h("li", {}, h("code", { class: "text" }, asText(name)))))) : null);
+      (incident.moments || []).length > 1 ? h("details", { open: incident.moments.length <= 6 }, h("summary", {}, "What happened"), h("table", {}, h("tbody", {}, incident.moments.slice(0, 100).map((moment) =>
+        h("tr", {}, h("td", { class: "muted when" }, `+${formatSeconds(moment.time - incident.moments[0].time)}`), h("td", { class: "what" }, moment.what), h("td", {}, moment.text)))))) : null,
+      incident.recovery ? h("div", { class: "row" }, h("span", { class: "tag" }, "recovery"), h("span", { class: "text" }, asText(incident.recovery))) : null,
+      incident.fix ? h("div", { class: "row" }, h("span", { class: "tag" }, "fix"), h("span", { class: "text" }, incident.fix)) : null,
+      (incident.files || []).length ? this.files(incident) : null);
+  }
+
+  files(incident) {
+    const shown = h("pre", { class: "file", tabindex: "0", hidden: true });
+    const open = async (name) => {
+      try {
+        const { text, cut } = await get(ofRun(this.run, `incidents/${encodeURIComponent(incident.id)}/file`), { name });
+        const start = text.slice(0, FILE_SHOWN);
+        put(shown, start, start.length < text.length || cut ? `\n… more in the run folder: ${name}` : "");
+        shown.hidden = false;
+      } catch (error) { if (!aborted(error)) this.app.failed(error); }
+    };
+    return h("details", {}, h("summary", {}, count(incident.files.length, "file")), h("div", { class: "row" }, incident.files.slice(0, 200).map((name) => h("button", { type: "button", class: "button small", onclick: () => open(name) }, h("code", {}, name)))), shown);
   }
 }
 

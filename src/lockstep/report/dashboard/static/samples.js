@@ -60,10 +60,11 @@ export class SamplesView {
     this.total = data.total;
     this.steps = [...(data.steps || [])].sort((a, b) => a - b);
     this.options();
-    put(this.note, state.query ? `${count(data.total, "match", "matches")}` : count(data.total, "sample"));
+    const searched = data.complete === false ? " so far: choose a step to search it whole" : "";
+    put(this.note, state.query ? `${count(data.total, "match", "matches")}${searched}` : `${count(data.total, "sample")}${this.steps.length && state.step === null ? ` of step ${this.steps[this.steps.length - 1]}` : ""}`);
     if (fresh) put(this.body);
     this.more?.remove();
-    if (!data.total) put(this.body, state.query || state.step !== null ? empty("Nothing matches", "Search for other words, or choose all steps.") : empty("No sample is recorded yet", "Prompts and completions appear with the first finished step."));
+    if (!data.total) put(this.body, state.query || state.step !== null ? empty("Nothing matches", "Search for other words or in another step.") : empty("No sample is recorded yet", "Prompts and completions appear with the first finished step."));
     data.samples.forEach((sample) => this.body.append(this.card(sample)));
     this.offset += data.samples.length;
     if (this.offset < data.total && data.samples.length) {
@@ -76,7 +77,7 @@ export class SamplesView {
     const key = this.steps.join();
     if (key !== this.optionsKey) {
       this.optionsKey = key;
-      put(this.step, h("option", { value: "" }, "all"), this.steps.map((step) => h("option", { value: String(step) }, String(step))).reverse());
+      put(this.step, h("option", { value: "" }, "newest"), this.steps.map((step) => h("option", { value: String(step) }, String(step))).reverse());
     }
     this.step.value = state.step === null ? "" : String(state.step);
   }
@@ -84,11 +85,13 @@ export class SamplesView {
   card(sample) {
     const terms = Object.entries(sample.terms || {}).slice(0, 12);
     return h("article", { class: "card sample" },
-      h("div", { class: "head" }, h("span", { class: "tag" }, `step ${sample.step}`), rewardPill(sample.reward), terms.map(([name, value]) => h("span", { class: "pill" }, `${name} ${formatNumber(value)}`)),
+      h("div", { class: "head" }, h("span", { class: "tag" }, `step ${sample.step}${sample.kind === "evaluation" ? ", evaluation" : ""}`), rewardPill(sample.reward), terms.map(([name, value]) => h("span", { class: "pill" }, `${name} ${formatNumber(value)}`)),
         sample.finish && sample.finish !== "stop" ? h("span", { class: "pill warn" }, sample.finish === "length" ? "truncated" : sample.finish) : null,
         sample.version !== null && sample.version !== undefined ? h("span", { class: "muted small" }, `weights ${sample.version}`) : null,
         sample.prompt_id && this.steps.length > 1 ? h("button", { type: "button", class: "button small", onclick: () => this.compare(sample) }, "compare steps") : null),
-      h("div", { class: "two" }, textBox("prompt", sample.prompt, cutOf(sample, "prompt")), textBox("completion", sample.completion, cutOf(sample, "completion"))));
+      h("div", { class: "two" },
+        h("div", { class: "box" }, textBox("prompt", sample.prompt), sample.answer === null || sample.answer === undefined ? null : h("p", { class: "muted small" }, "expected: ", h("code", {}, sample.answer))),
+        h("div", { class: "box" }, textBox("completion", sample.completion), sample.cut ? h("p", { class: "muted small" }, `${count(sample.cut, "character")} of both texts left out here; the run folder has them`) : null)));
   }
 
   compare(sample) {
@@ -107,33 +110,30 @@ export class SamplesView {
     };
     put(this.comparison, h("section", { class: "card compare", "aria-label": "Comparison of two steps", tabindex: "-1" },
       h("div", { class: "head" }, h("h2", {}, "Same prompt, two steps"), h("label", {}, "step", first), h("label", {}, "against", second),
-        h("button", { type: "button", class: "icon", "aria-label": "Close the comparison", onclick: () => { put(this.comparison); this.find.focus(); } }, "×")), textBox("prompt", sample.prompt, cutOf(sample, "prompt")), result));
+        h("button", { type: "button", class: "icon", "aria-label": "Close the comparison", onclick: () => { put(this.comparison); this.find.focus(); } }, "×")), h("div", { class: "box" }, textBox("prompt", sample.prompt)), result));
     this.comparison.firstChild.focus();
     this.comparison.scrollIntoView({ block: "start" });
     load();
   }
 }
 
-const cutOf = (sample, field) => (typeof sample.cut === "number" ? (field === "completion" ? sample.cut : 0) : sample.cut?.[field] || sample[`${field}_cut`] || 0);
-
 function rewardPill(reward) {
   if (reward === null || reward === undefined) return null;
   return h("span", { class: `pill ${reward > 0 ? "good" : "bad"}` }, `reward ${formatNumber(reward)}`);
 }
 
-/** A box with a text, of which the start is shown until more is asked for. */
-function textBox(label, text, cut) {
+/** A text, of which the start is shown until more is asked for. */
+function textBox(label, text) {
   const shown = h("pre", { dir: "auto" });
   const whole = text ?? "";
   const foot = h("div", { class: "foot muted" });
   const spread = (most) => {
     put(shown, whole.slice(0, most));
     const left = whole.length - most;
-    put(foot, left > 0 ? h("button", { type: "button", class: "button small", onclick: () => spread(most + MORE) }, `show more of ${count(left, "character")}`) : null,
-      cut && left <= 0 ? `${count(cut, "character")} more in the run folder` : null);
+    put(foot, left > 0 ? h("button", { type: "button", class: "button small", onclick: () => spread(most + MORE) }, `show more of ${count(left, "character")}`) : null);
   };
   spread(SHOWN);
-  return h("div", { class: "box" }, h("div", { class: "tag" }, label), shown, foot);
+  return [h("div", { class: "tag" }, label), shown, foot];
 }
 
 function comparisonOf(data, a, b) {

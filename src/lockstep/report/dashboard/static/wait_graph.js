@@ -6,6 +6,7 @@ import { aborted, get, ofRun } from "./server.js";
 const SHOWN_ONE_BY_ONE = 24;
 const NODE = { width: 196, height: 58, gap: 14, between: 96, pad: 24, caption: 26 };
 const WITHIN_MS = 1000;
+const ASKED_MS = 5000;
 
 /**
  * Nodes and edges as drawn. Beyond some dozens of processes those of one role, stage and state that wait for the same
@@ -89,7 +90,7 @@ export function layout(groups, links) {
   }
   return {
     width: Math.max(x - NODE.between + NODE.pad, 320),
-    height: 2 * NODE.pad + NODE.caption + tallest * (NODE.height + NODE.gap) - NODE.gap,
+    height: 2 * NODE.pad + NODE.caption + 12 + tallest * (NODE.height + NODE.gap) - NODE.gap,
     captions: order.map((key) => ({ text: `${key.replace(/^!/, "")}${key.startsWith("!") ? ", culprit" : ""}`, x: columns.get(key)[0].x, y: Math.min(...columns.get(key).map((group) => group.y)) - 10 })),
   };
 }
@@ -112,9 +113,10 @@ export class WaitGraphView {
     await this.refresh();
   }
 
-  hide() { this.shown = false; }
+  hide() { this.shown = false; clearInterval(this.asking); this.asking = 0; }
 
   async refresh() {
+    this.asking ||= setInterval(() => { if (!document.hidden && this.data?.live) this.refresh(); }, ASKED_MS);
     if (!this.run) { put(this.body, empty("No run is chosen", "Choose a run on the left.")); return; }
     try { this.take(await get(ofRun(this.run, "waits"))); } catch (error) { if (!aborted(error)) this.app.failed(error); }
   }
@@ -134,13 +136,15 @@ export class WaitGraphView {
 
   draw() {
     const { nodes, edges, verdict } = this.data;
-    put(this.verdict, verdictCard(verdict));
-    if (!nodes.length) { put(this.body, empty("No process reports", "The graph shows the processes of a run while it works. It has ended, or its supervisor is not reachable from here.")); return; }
+    put(this.verdict, verdictCard(verdict), verdict && (verdict.fix || verdict.evidence?.length) ? h("div", { class: "card waits why" },
+      verdict.evidence?.length ? [h("h2", {}, "Evidence"), h("ul", {}, verdict.evidence.slice(0, 40).map((line) => h("li", { class: "text" }, line)))] : null,
+      verdict.fix ? [h("h2", {}, "Fix"), h("p", { class: "text" }, verdict.fix)] : null) : null);
+    if (!nodes.length) { put(this.body, empty("No process is shown", `${this.data.message ? `${this.data.message}. ` : ""}The graph shows the processes of a run on this host while it works.`)); return; }
     const { groups, links } = grouped(nodes, edges);
     const place = layout(groups, links);
     const focused = document.activeElement?.getAttribute?.("data-key");
     const svg = s("svg", { viewBox: `0 0 ${place.width} ${place.height}`, width: place.width, height: place.height, role: "group", "aria-label": `${count(groups.length, "node")}, ${count(links.length, "wait")}` },
-      s("defs", {}, s("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto-start-reverse" }, s("path", { d: "M0 0L8 4L0 8z" }))));
+      s("defs", {}, s("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, s("path", { d: "M0 0L8 4L0 8z" }))));
     for (const { text, x, y } of place.captions) svg.append(s("text", { class: "caption", x, y }, text));
     const byKey = new Map(groups.map((group) => [group.key, group]));
     for (const link of links) svg.append(drawLink(link, byKey));
@@ -176,7 +180,7 @@ export class WaitGraphView {
     const rows = [...links].sort((a, b) => b.seconds - a.seconds).slice(0, 60);
     return [
       h("h2", {}, "Waits ", h("small", {}, `${count(processes, "process", "processes")}${shown < processes ? ` in ${count(shown, "node")}` : ""}`)),
-      rows.length ? h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "waits"), h("th", {}, "for"), h("th", {}, "in"), h("th", { class: "right" }, "since"))),
+      rows.length ? h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "waits"), h("th", {}, "for"), h("th", {}, "in"), h("th", { class: "right" }, "lasts"))),
         h("tbody", {}, rows.map((link) => h("tr", {}, h("td", {}, byKey.get(link.from).label), h("td", {}, byKey.get(link.to).label),
           h("td", {}, [...link.kinds].slice(0, 3).join(", ")), h("td", { class: "right" }, formatSeconds(link.seconds)))))) : h("p", { class: "muted" }, "No process waits for another one."),
     ];
@@ -197,6 +201,9 @@ function drawLink(link, byKey) {
   if (from === to || from.x === to.x) {
     const x = from.x + NODE.width;
     path = `M${x} ${from.y + middle}C${x + 46} ${from.y + middle} ${x + 46} ${to.y + middle + 8} ${x + 3} ${to.y + middle + 8}`;
+  } else if (to.x > from.x + NODE.width + NODE.between) {
+    const [a, b, below] = [from.x + NODE.width / 2, to.x + NODE.width / 2, Math.max(from.y, to.y) + NODE.height + 36];
+    path = `M${a} ${from.y + NODE.height}C${a} ${below} ${b} ${below} ${b} ${to.y + NODE.height + 3}`;
   } else if (to.x > from.x) {
     const [a, b] = [from.x + NODE.width, to.x - 3];
     path = `M${a} ${from.y + middle}C${a + 50} ${from.y + middle} ${b - 50} ${to.y + middle} ${b} ${to.y + middle}`;
@@ -218,7 +225,8 @@ function drawNode(group, links, first) {
   const longest = Math.max(0, ...out.map((link) => link.seconds));
   const state = [group.stage, group.state].filter(Boolean).join(", ");
   const hosts = [...new Set(group.members.map((node) => node.host).filter(Boolean))];
-  const text = `${group.label}${group.culprit ? ", culprit" : ""}: ${state || "no stage"}${out.length ? `, waits ${formatSeconds(longest)}` : ""}; ${hosts.slice(0, 4).join(", ")}${hosts.length > 4 ? ` and ${hosts.length - 4} more hosts` : ""}`;
+  const doing = group.members.length === 1 && group.members[0].doing ? ` (${group.members[0].doing})` : "";
+  const text = `${group.label}${group.culprit ? ", culprit" : ""}: ${state || "no stage"}${doing}${out.length ? `, waits ${formatSeconds(longest)}` : ""}; ${hosts.slice(0, 4).join(", ")}${hosts.length > 4 ? ` and ${hosts.length - 4} more hosts` : ""}`;
   const node = s("g", { class: `node${group.culprit ? " culprit" : ""}${group.members.length > 1 ? " many" : ""}`, transform: `translate(${group.x} ${group.y})`, tabindex: first ? "0" : "-1", role: "img", "aria-label": visible(text), "data-key": group.key });
   if (group.members.length > 1) node.append(s("rect", { class: "behind", x: 5, y: 5, width: NODE.width, height: NODE.height, rx: 10 }));
   node.append(
