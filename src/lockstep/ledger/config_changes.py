@@ -145,7 +145,7 @@ def compare_config(old: Mapping[str, Any], new: Mapping[str, Any], steps_done: i
         steps_done: Steps of the run with the old config, fewer than which it cannot have any more.
     """
     changes, old = [], _with_defaults(old)
-    for path, before, after in _differences("", old, new):
+    for path, before, after in config_differences("", old, new):
         if path == "steps":
             changes.append(_steps_change(old, new, steps_done))
         elif path.endswith(_SCHEDULE_STEPS):
@@ -249,16 +249,18 @@ def _schedule_ends(config: Mapping[str, Any]) -> Mapping[str, int | str | None]:
     return ends
 
 
-def _differences(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+def config_differences(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    """The values that differ between two nested configs, as (dotted path below `path`, old, new); ABSENT for a missing
+    one."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         keys = [*old, *(key for key in new if key not in old)]
         prefix = f"{path}." if path else ""
         pairs = ((f"{prefix}{key}", old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys)
-        return [change for inner, before, after in pairs for change in _differences(inner, before, after)]
+        return [change for inner, before, after in pairs for change in config_differences(inner, before, after)]
     if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
         triples = (
             (f"{path}.{index}", before, after) for index, (before, after) in enumerate(zip(old, new, strict=True))
         )
-        return [change for inner, before, after in triples for change in _differences(inner, before, after)]
+        return [change for inner, before, after in triples for change in config_differences(inner, before, after)]
     same = type(old) is type(new) or {type(old), type(new)} == {int, float} or {type(old), type(new)} == {list, tuple}
     return [] if same and old == new else [(path, old, new)]

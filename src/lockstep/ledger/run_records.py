@@ -33,9 +33,13 @@ class RunRecords:
                 "evaluations", step=step, metrics=json_values.dumps(dict(metrics), "metrics"), samples=shown
             )
 
-    def evaluations(self, after: int | None = None) -> list[EvaluationRow]:
-        """Returns the evaluations by step, only of steps later than `after`."""
-        where = "" if after is None else f"WHERE step > {int(after)}"
+    def evaluation(self, step: int) -> EvaluationRow | None:
+        """Returns the evaluation of the weights after a step (-1: before the first); None if there was none."""
+        return next((row for row in self.evaluations(after=step - 1, until=step)), None)
+
+    def evaluations(self, after: int | None = None, until: int | None = None) -> list[EvaluationRow]:
+        """Returns the evaluations by step, only of steps later than `after`, and not later than `until`."""
+        where = _step_range(after, until)
         rows = self._index.rows(f"SELECT step, at, metrics, samples FROM evaluations {where} ORDER BY step")
         found = []
         for step, at, metrics, stored in rows:
@@ -48,11 +52,22 @@ class RunRecords:
         with self._index.transaction() as transaction:
             transaction.put("samples", step=step, samples=kept)
 
-    def samples(self) -> list[SamplesRow]:
-        """Returns the completions that were kept, by step; none of a run of a version that kept none."""
+    def sampled_steps(self) -> list[int]:
+        """Returns the steps of which completions were kept; none of a run of a version that kept none."""
         if not self._index.rows("SELECT 1 FROM sqlite_master WHERE name = 'samples'"):
             return []
-        rows = self._index.rows("SELECT step, at, samples FROM samples ORDER BY step")
+        return [row[0] for row in self._index.rows("SELECT step FROM samples ORDER BY step")]
+
+    def evaluated_steps(self) -> list[int]:
+        """Returns the steps after which evaluations kept completions; -1 before the first step."""
+        return [row[0] for row in self._index.rows("SELECT step FROM evaluations WHERE samples <> '[]' ORDER BY step")]
+
+    def samples(self, step: int | None = None) -> list[SamplesRow]:
+        """Returns the completions that were kept, by step; None: of all steps."""
+        if not self.sampled_steps():
+            return []
+        where = _step_range(None if step is None else step - 1, step)
+        rows = self._index.rows(f"SELECT step, at, samples FROM samples {where} ORDER BY step")
         return [SamplesRow(step, at, self._parse_samples(stored)) for step, at, stored in rows]
 
     def _parse_samples(self, stored: str) -> list[CompletionSample]:
@@ -85,3 +100,10 @@ class RunRecords:
         return [
             EventRow(at, generation, kind, self._index.parse(fields, dict)) for at, generation, kind, fields in rows
         ]
+
+
+def _step_range(after: int | None, until: int | None) -> str:
+    """The condition of a query for some steps."""
+    parts = [f"step > {int(after)}"] if after is not None else []
+    parts += [f"step <= {int(until)}"] if until is not None else []
+    return f"WHERE {' AND '.join(parts)}" if parts else ""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from lockstep.data.samples import Completion, Group
+from lockstep.data.samples import Completion, Group, Rollouts
 from lockstep.ledger.errors import LedgerError, StepCorrupt
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
@@ -36,6 +36,8 @@ class StepSamples:
     """The number of completions in the step."""
     file: Path | None
     """The step file; None if it is deleted, so that only the samples that the run kept are left."""
+    version: int | None = None
+    """The version of the weights that generated them; None if the step file is deleted."""
 
 
 def choose_samples(groups: Sequence[Group], count: int, order: SampleOrder = "spread") -> list[CompletionSample]:
@@ -57,25 +59,27 @@ def read_samples(ledger: Ledger, number: int | None, count: int, order: SampleOr
         NoSamples: the run has none of this step.
         StepCorrupt: the step file is damaged.
     """
-    steps = ledger.stored_steps()
-    kept = {row.step: row.samples for row in ledger.samples()}
+    steps, kept_steps = ledger.stored_steps(), ledger.sampled_steps()
     if number is None:
         if not steps:
             raise NoSamples(ledger.folder, _why_no_steps(ledger))
         step = steps[-1]
     else:
         step = number - 1
-    if step in steps and (groups := _read_groups(ledger, step)) is not None:
+    if step in steps and (rollouts := _read_rollouts(ledger, step)) is not None:
+        groups = rollouts.groups
         total = sum(len(group.completions) for group in groups)
-        return StepSamples(step + 1, choose_samples(groups, count, order), total, ledger.step_path(step))
-    if step in kept:
-        rewards = [-np.inf if sample.reward is None else sample.reward for sample in kept[step]]
+        chosen = choose_samples(groups, count, order)
+        return StepSamples(step + 1, chosen, total, ledger.step_path(step), rollouts.version)
+    if step in kept_steps and (rows := ledger.samples(step)):
+        kept = rows[0].samples
+        rewards = [-np.inf if sample.reward is None else sample.reward for sample in kept]
         ranked = np.argsort(-np.asarray(rewards), kind="stable").tolist()
-        chosen = [kept[step][index] for index in _select(ranked, count, order)]
+        chosen = [kept[index] for index in _select(ranked, count, order)]
         return StepSamples(step + 1, chosen, ledger.completions_of(step), None)
-    if not steps and not kept:
+    if not steps and not kept_steps:
         raise NoSamples(ledger.folder, _why_no_steps(ledger))
-    raise NoSamples(ledger.folder, _why_not(step + 1, [each + 1 for each in steps], [each + 1 for each in kept]))
+    raise NoSamples(ledger.folder, _why_not(step + 1, [each + 1 for each in steps], [each + 1 for each in kept_steps]))
 
 
 def image_digests(ledger: Ledger) -> set[str]:
@@ -123,15 +127,15 @@ def _sample(group: Group, number: int) -> CompletionSample:
     )
 
 
-def _read_groups(ledger: Ledger, step: int) -> list[Group] | None:
-    """The groups of a step file; None if a run in progress has deleted it since it was listed."""
+def _read_rollouts(ledger: Ledger, step: int) -> Rollouts | None:
+    """The rollouts of a step file; None if a run in progress has deleted it since it was listed."""
     try:
         stored = ledger.stored_step(step)
     except StepCorrupt:
         if step in ledger.stored_steps():
             raise
         return None
-    return None if stored is None else stored.rollouts.groups
+    return None if stored is None else stored.rollouts
 
 
 def _why_no_steps(ledger: Ledger) -> str:

@@ -30,13 +30,20 @@ class DeviceRow:
     """Throttling and errors."""
 
 
+def device_totals(folder: Path) -> list[dict[str, Any]]:
+    """The totals of all GPUs of a run, as the supervisor wrote them; empty without samples."""
+    try:
+        return [dict(each) for each in read_json(folder / DEVICES_FILE)]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
 def device_rows(folder: Path) -> list[DeviceRow]:
     """The GPUs that a run's processes used, by host and number; at most `MOST_ROWS`: those with trouble, then those
     that worked least. Empty without samples."""
     try:
-        entries = [each for each in read_json(folder / DEVICES_FILE) if each["processes"]]
-        rows = [_device_row(each) for each in entries]
-    except (OSError, ValueError, LookupError, TypeError):
+        rows = [_device_row(each) for each in device_totals(folder) if each["processes"]]
+    except (ValueError, LookupError, TypeError):
         return []
     chosen = sorted(range(len(rows)), key=lambda number: (not rows[number].trouble, rows[number].percent))[:MOST_ROWS]
     return [rows[number] for number in sorted(chosen)]

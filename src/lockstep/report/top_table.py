@@ -153,7 +153,7 @@ def render_processes(
 
 def follow_processes(run: str, console: Console, every_s: float = 1.0, refreshes: int | None = None) -> None:
     """Shows the table and refreshes it in place until Ctrl-C, or `refreshes` times."""
-    table, observer = TopTable(), _run_observer(run)
+    table, observer = TopTable(), run_observer(run)
     with contextlib.closing(observer), Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
         shown = 0
         try:
@@ -170,7 +170,7 @@ def follow_processes(run: str, console: Console, every_s: float = 1.0, refreshes
 
 def print_processes(run: str, console: Console, pause: Callable[[], None] | None = None) -> None:
     """Prints the table once. `pause`, if given, is called between two readings, so that counters have rates."""
-    table, observer = TopTable(), _run_observer(run)
+    table, observer = TopTable(), run_observer(run)
     with contextlib.closing(observer):
         observer.await_devices()
         if pause is not None:
@@ -237,7 +237,8 @@ def _line(columns: Sequence[_Column], cells: Sequence[Text]) -> Text:
     return line
 
 
-def _run_observer(run: str) -> RunObserver:
+def run_observer(run: str) -> RunObserver:
+    """Observes a run of this host with the names that its waits use."""
     # The aliases resolve a wait for a role, such as "trainer ranks", to all processes of that role.
     return RunObserver(run, aliases={name: WaitAlias(role) for name, role in ROLE_OF_PROCESSES.items()})
 

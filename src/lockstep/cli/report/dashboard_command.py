@@ -14,9 +14,7 @@ TOKEN_POWER = "can read your runs"
 
 
 def command(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders that hold run folders.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or folders that hold run folders.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 0,
     browser: Annotated[bool, typer.Option("--open/--no-open", help="Whether to open the page in a browser.")] = False,

@@ -12,18 +12,25 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from lockstep.ledger.errors import LedgerError
+from lockstep.report.completion_samples import STORED_CHARS
+from lockstep.report.dashboard.config_view import changed_keys
+from lockstep.report.dashboard.event_stream import EventStream
 from lockstep.report.dashboard.metric_history import metric_facts
 from lockstep.report.dashboard.request_guard import ApiProblem, RequestGuard
 from lockstep.report.dashboard.run_catalogue import RunCatalogue
-from lockstep.report.dashboard.run_feed import RunBusy, RunFeed
+from lockstep.report.dashboard.run_feed import RunBusy
+from lockstep.report.dashboard.shown_run import ShownRun
 from lockstep.report.dashboard.static_files import static_file
 from lockstep.report.server_connections import ACCEPTED_AT_ONCE, QueueingServer, connection_type
 
 T = TypeVar("T")
 Step = Annotated[int | None, Query(ge=0)]
+Chars = Annotated[int, Query(ge=1, le=1_000_000)]
+MOST_LISTENED = 32
 MOST_NAMES = 256
 MOST_POINTS = 5000
 HEADER_BYTES = 32768
@@ -40,10 +47,21 @@ class DashboardServer:
     def __init__(self, catalogue: RunCatalogue, token: str, host: str) -> None:
         self._catalogue = catalogue
         web = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        self.events = EventStream(catalogue.run)
         for path, answer in (
             ("/api/runs", self._runs),
             ("/api/runs/{run}/metrics", self._metrics),
             ("/api/runs/{run}/series", self._series),
+            ("/api/runs/{run}/stages", self._stages),
+            ("/api/runs/{run}/waits", self._waits),
+            ("/api/runs/{run}/hosts", self._hosts),
+            ("/api/runs/{run}/samples", self._samples),
+            ("/api/runs/{run}/samples/diff", self._sample_diff),
+            ("/api/runs/{run}/incidents", self._incidents),
+            ("/api/runs/{run}/incidents/{incident}/file", self._incident_file),
+            ("/api/runs/{run}/config", self._config),
+            ("/api/diff", self._config_diff),
+            ("/api/events", self._events),
             ("/{name:path}", self._page),
         ):
             web.add_api_route(path, answer, methods=["GET"])
@@ -52,18 +70,22 @@ class DashboardServer:
         web.add_exception_handler(HTTPException, _answer_http)
         self.app = RequestGuard(web, token, host)
 
+    def close(self) -> None:
+        """Ends the watching of runs."""
+        self._catalogue.close()
+
     async def _runs(self) -> Response:
         return _json({"runs": await asyncio.to_thread(self._overviews)})
 
     def _overviews(self) -> list[dict[str, Any]]:
         found = []
-        for name, feed in self._catalogue.runs().items():
+        for name, shown in self._catalogue.runs().items():
             with suppress(LedgerError, OSError, RunBusy):  # one that was removed meanwhile, or is no run after all
-                found.append({"id": name, "folder": str(feed.folder), **asdict(feed.overview())})
+                found.append({"id": name, "folder": str(shown.folder), **asdict(shown.feed.overview())})
         return found
 
     async def _metrics(self, run: str) -> Response:
-        names, steps = await self._read(run, RunFeed.metric_names)
+        names, steps = await self._read(run, lambda shown: shown.feed.metric_names())
         return _json({"names": [metric_facts(name) for name in names], "steps": steps})
 
     async def _series(
@@ -74,7 +96,65 @@ class DashboardServer:
         last: Annotated[int | None, Query(alias="to", ge=0)] = None,
         points: Annotated[int, Query(ge=2, le=MOST_POINTS)] = 600,
     ) -> Response:
-        return _json({"series": await self._read(run, lambda feed: feed.curves(name, first, last, points))})
+        return _json({"series": await self._read(run, lambda shown: shown.feed.curves(name, first, last, points))})
+
+    async def _stages(
+        self,
+        run: str,
+        start: Annotated[float | None, Query(alias="from")] = None,
+        end: Annotated[float | None, Query(alias="to")] = None,
+    ) -> Response:
+        return _json(await self._read(run, lambda shown: shown.stages(start, end)))
+
+    async def _waits(self, run: str) -> Response:
+        return _json(await self._read(run, ShownRun.waits))
+
+    async def _hosts(self, run: str) -> Response:
+        return _json(await self._read(run, ShownRun.hosts))
+
+    async def _samples(
+        self,
+        run: str,
+        step: Step = None,
+        query: Annotated[str, Query(max_length=1000)] = "",
+        offset: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=500)] = 50,
+        chars: Chars = STORED_CHARS,
+    ) -> Response:
+        return _json(await self._read(run, lambda shown: shown.samples(step, query, offset, limit, chars)))
+
+    async def _sample_diff(
+        self,
+        run: str,
+        prompt_id: str,
+        a: Annotated[int, Query(ge=0)],
+        b: Annotated[int, Query(ge=0)],
+        chars: Chars = STORED_CHARS,
+    ) -> Response:
+        return _json(await self._read(run, lambda shown: shown.sample_diff(prompt_id, a, b, chars)))
+
+    async def _incidents(self, run: str) -> Response:
+        return _json({"incidents": await self._read(run, ShownRun.incidents)})
+
+    async def _incident_file(self, run: str, incident: str, name: str) -> Response:
+        found = await self._read(run, lambda shown: shown.incident_file(incident, name))
+        if found is None:
+            raise ApiProblem(404, "the incident has no such file", "name", name, "take one of its `files`")
+        return _json({"name": name, "text": found[0], "cut": found[1]})
+
+    async def _config(self, run: str) -> Response:
+        return _json({"config": await self._read(run, ShownRun.config)})
+
+    async def _config_diff(self, a: str, b: str) -> Response:
+        before, after = [await self._read(run, lambda shown: shown.feed.config()) for run in (a, b)]
+        return _json({"changed": changed_keys(before, after)})
+
+    async def _events(self, request: Request, run: Annotated[list[str], Query(max_length=MOST_LISTENED)]) -> Response:
+        for each in run:
+            if self._catalogue.run(each) is None:
+                raise _unknown_run(each)
+        events = self.events.listen(list(dict.fromkeys(run)), request.headers.get("last-event-id", ""))
+        return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def _page(self, name: str) -> Response:
         if name.startswith("api/"):
@@ -84,13 +164,13 @@ class DashboardServer:
             raise ApiProblem(404, "the page has no such file", "path", f"/{name}", "open /")
         return Response(found[0], media_type=found[1])
 
-    async def _read(self, run: str, read: Callable[[RunFeed], T]) -> T:
+    async def _read(self, run: str, read: Callable[[ShownRun], T]) -> T:
         """Reads a run in another thread. Raises ApiProblem."""
-        feed = self._catalogue.run(run)
-        if feed is None:
-            raise ApiProblem(404, "there is no such run", "run", run, "take an id of /api/runs")
+        shown = await asyncio.to_thread(self._catalogue.run, run)
+        if shown is None:
+            raise _unknown_run(run)
         try:
-            return await asyncio.to_thread(read, feed)
+            return await asyncio.to_thread(read, shown)
         except FileNotFoundError as error:
             raise ApiProblem(410, "the run's folder was removed", "run", run, "choose another run") from error
         except RunBusy as error:
@@ -99,8 +179,20 @@ class DashboardServer:
             raise ApiProblem(409, f"the run cannot be read: {error}", "run", run, "see the message") from error
 
 
+def _unknown_run(run: str) -> ApiProblem:
+    return ApiProblem(404, "there is no such run", "run", run, "take an id of /api/runs")
+
+
 class _EndingServer(QueueingServer):
-    """Ends at once on Ctrl-C: its open connections are streams that end with nothing lost."""
+    """Ends at once on Ctrl-C: its open connections are streams, which a page opens again."""
+
+    def __init__(self, config: uvicorn.Config, events: EventStream) -> None:
+        super().__init__(config)
+        self._events = events
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._events.closing = True
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = True
@@ -124,14 +216,18 @@ def http_server_of(server: DashboardServer) -> uvicorn.Server:
             limit_concurrency=CONNECTIONS,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=HEADER_BYTES,
-        )
+        ),
+        server.events,
     )
 
 
 def serve_dashboard(server: DashboardServer, listening: socket.socket) -> None:
     """Serves until Ctrl-C or SIGTERM."""
-    with suppress(KeyboardInterrupt):  # uvicorn raises it again when everything has ended
-        http_server_of(server).run(sockets=[listening])
+    try:
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again when everything has ended
+            http_server_of(server).run(sockets=[listening])
+    finally:
+        server.close()
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -1,7 +1,8 @@
 """The metrics of a run in memory: columns that grow with it, and curves reduced to as many points as a page draws."""
 
 from array import array
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,14 +51,18 @@ class MetricHistory:
             del column.steps[first:], column.values[first:]
         self._columns = {name: column for name, column in self._columns.items() if column.steps}
 
-    def last(self, names: Iterable[str] | None = None) -> dict[str, float]:
-        """The newest value of each metric."""
-        chosen = self._columns if names is None else {name: self._columns[name] for name in names}
-        return {name: column.values[-1] for name, column in chosen.items()}
+    def since(self, step: int) -> dict[int, dict[str, float]]:
+        """The values of all later steps than this one, by step."""
+        found: dict[int, dict[str, float]] = {}
+        for name, column in self._columns.items():
+            for place in range(bisect_right(column.steps, step), len(column.steps)):
+                found.setdefault(column.steps[place], {})[name] = column.values[place]
+        return dict(sorted(found.items()))
 
-    def at(self, step: int) -> dict[str, float]:
-        """The values of the newest step, for each metric that has one there."""
-        return {name: each.values[-1] for name, each in self._columns.items() if each.steps and each.steps[-1] == step}
+    def arrays(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The steps (int64 `[n]`) and the values (float64 `[n]`) of a metric, empty if no step has it."""
+        column = self._columns.get(name) or _Column()
+        return np.array(column.steps, np.int64), np.array(column.values, np.float64)
 
     def curve(self, name: str, first: int | None, last: int | None, points: int) -> dict[str, list[Any]] | None:
         """A metric's curve as JSON, reduced to `points` points; None if no step has it.
@@ -65,10 +70,9 @@ class MetricHistory:
         Args:
             first, last: the steps at the ends, both included; None for the ends of the run.
         """
-        column = self._columns.get(name)
-        if column is None:
+        if name not in self._columns:
             return None
-        steps, values = np.array(column.steps, np.int64), np.array(column.values, np.float64)
+        steps, values = self.arrays(name)
         begin = 0 if first is None else int(np.searchsorted(steps, first, "left"))
         end = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
         return reduced_curve(steps[begin:end], values[begin:end], points)

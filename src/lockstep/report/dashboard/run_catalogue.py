@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.base.errors import PicklableError
 from lockstep.ledger.run_folder import INDEX_FILE
-from lockstep.report.dashboard.run_feed import RunFeed
+from lockstep.report.dashboard.shown_run import ShownRun
 
 MOST_RUNS = 1000
 """Runs of all folders together; the rest is left out."""
@@ -32,23 +32,28 @@ class RunCatalogue:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = [_checked(path) for path in paths]
-        self._feeds: dict[str, RunFeed] = {}
+        self._runs: dict[str, ShownRun] = {}
         self._lock = threading.Lock()
 
-    def runs(self) -> dict[str, RunFeed]:
+    def runs(self) -> dict[str, ShownRun]:
         """All runs by id, in the order of the command line, those of one folder by name."""
         with self._lock:
             found = {}
             for folder in self._folders():
                 name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:_ID_CHARS]
-                found[name] = self._feeds.get(name) or RunFeed(folder)
-            self._feeds = found
+                found[name] = self._runs.get(name) or ShownRun(folder)
+            self._runs = found
             return dict(found)
 
-    def run(self, run: str) -> RunFeed | None:
+    def run(self, run: str) -> ShownRun | None:
         """The run with this id, which may have been removed meanwhile; None if there never was one."""
-        known = self._feeds.get(run)
+        known = self._runs.get(run)
         return known if known is not None else self.runs().get(run)
+
+    def close(self) -> None:
+        """Ends the watching of all runs."""
+        for each in self._runs.values():
+            each.live.close()
 
     def _folders(self) -> list[Path]:
         found: dict[Path, None] = {}

@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import INDEX_FILE, LOCK_FILE
 from lockstep.ledger.sqlite_index import EventRow
 from lockstep.report.dashboard.metric_history import MetricHistory
+from lockstep.report.dashboard.stage_spans import CLOCK, MOST_SPANS, StageRow, gantt, run_row, shown_times, within
 
 RunState = Literal["running", "finished", "failed", "stopped"]
 
@@ -57,6 +58,8 @@ class RunFeed:
         self._updated: float | None = None
         self._evaluations = MetricHistory()
         self._metrics = MetricHistory()
+        self._clock = MetricHistory()
+        """The end of each step in seconds since the epoch, in the column `CLOCK`."""
         self._events: list[EventRow] = []
         self._config: dict[str, Any] = {}
 
@@ -99,10 +102,26 @@ class RunFeed:
         with self.current():
             return self._events
 
-    def newest(self) -> tuple[int, dict[str, float]]:
-        """The number of steps done, and the metrics of the last of them."""
+    def newest_events(self) -> list[EventRow]:
+        """The events of the newest attempt."""
         with self.current():
-            return self._done, self._metrics.at(self._done) | self._evaluations.at(self._done)
+            return [each for each in self._events if each.generation == self._generation]
+
+    def steps_after(self, step: int, most: int) -> dict[int, dict[str, float]]:
+        """The metrics of the newest steps done after this one (from 1), at most `most`, by step."""
+        with self.current():
+            first = max(step, self._done - most)
+            found = self._metrics.since(first)
+            for number, values in self._evaluations.since(first).items():
+                found.setdefault(number, {}).update(values)
+            return {number: found.get(number, {}) for number in range(first + 1, self._done + 1)}
+
+    def stages(self, start: float | None, end: float | None, processes: Sequence[StageRow]) -> dict[str, Any]:
+        """The Gantt chart between two times, in seconds since the epoch; None: the newest steps."""
+        with self.current():
+            start, end = shown_times(self._clock, start, end, time.time())
+            run = run_row(self._metrics, self._clock, start, end, MOST_SPANS // 4)
+            return gantt(run, within(processes, start, end), self._clock)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
@@ -134,11 +153,13 @@ class RunFeed:
         anew = ledger.generation != self._generation or done < self._done
         first = 0 if anew else max(0, self._done - REREAD_STEPS)  # the index of a step
         if anew:
-            self._metrics, self._evaluations = MetricHistory(), MetricHistory()
+            self._metrics, self._evaluations, self._clock = MetricHistory(), MetricHistory(), MetricHistory()
         self._metrics.forget_from(first + 1)
+        self._clock.forget_from(first + 1)
         rows = [row for row in ledger.metrics_rows(after=first - 1) if row.step < done]
         for row in rows:
             self._metrics.add(row.step + 1, row.values)
+            self._clock.add(row.step + 1, {CLOCK: row.at})
         self._evaluations.forget_from(first)
         for evaluation in ledger.evaluations(after=first - 2):
             if evaluation.step < done:

@@ -13,7 +13,7 @@ from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import encode_report
 from lockstep.watch.beacon.reader import read_beacon
 from lockstep.watch.devices.device_sampler import DeviceSampler
-from lockstep.watch.devices.device_samples import DeviceSample
+from lockstep.watch.devices.device_samples import DeviceSample, DeviceState
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import drop_uninformative
 from lockstep.watch.diagnosis.evidence_types import WaitAlias
@@ -68,6 +68,10 @@ class RunObserver:
             pid = self._reports.roster.processes[use.process].pid
             found.setdefault(pid, []).append(report.devices[use.device].sample)
         return found
+
+    def device_states(self) -> tuple[DeviceState, ...]:
+        """All GPUs of this host at the last poll, as far as they are known."""
+        return self._reports.last_devices.devices
 
     def await_devices(self) -> None:
         """Waits for the first sample of the GPUs, if there are any."""
