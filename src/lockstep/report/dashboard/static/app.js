@@ -3,7 +3,7 @@
 import { change, onChange, state } from "./address.js";
 import { HeatMapView } from "./heat_map.js";
 import { CurvesView } from "./curves.js";
-import { ago, announce, count, debounce, forgetColours, formatClock, formatSeconds, h, put } from "./dom.js";
+import { ago, announce, count, debounce, forgetColours, formatClock, formatSeconds, h, painted, put } from "./dom.js";
 import { GanttView } from "./gantt.js";
 import { HostsView } from "./hosts.js";
 import { ConfigView, IncidentsView } from "./incidents.js";
@@ -151,6 +151,7 @@ class App {
     $(`tab-${name}`).scrollIntoView({ block: "nearest", inline: "nearest" });
     document.title = `${title}${this.primary() ? ` · ${this.primary().name}` : ""} · Lockstep`;
     try { await view.show(); } catch (error) { this.failed(error); }
+    await painted();
     performance.mark(`lockstep-${name}-shown`);
   }
 

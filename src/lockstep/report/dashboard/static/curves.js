@@ -10,6 +10,7 @@ const POINTS = 600;
 const ADDED_BEFORE_RELOAD = 80;
 const FIRST_OPEN = 24;
 const MOST_FOUND = 240;
+const FIRST_CURVES_MS = 10000;
 
 /** Whether the metric's name has every word of the text, in any order; a word in slashes is a regular expression. */
 export function matcher(text) {
@@ -77,7 +78,9 @@ export class CurvesView {
     if (!this.shown) return;
     this.runs = runs;
     this.list();
-    if (this.body.isConnected) this.load();
+    this.load();
+    // Which charts are in sight is known a frame later; then their curves are fetched.
+    await new Promise((done) => { setTimeout(done, FIRST_CURVES_MS); this.loaded = done; if (!this.body.querySelector(".chart")) done(); });
   }
 
   hide() { this.shown = false; this.crosshair.move(null); }
@@ -196,6 +199,7 @@ export class CurvesView {
       for (let at = 0; at < missing.length; at += NAMES_PER_REQUEST) asked.push([run, missing.slice(at, at + NAMES_PER_REQUEST)]);
     }
     await Promise.all(asked.map(([run, names]) => this.fetchSome(run, names, key, signal)));
+    if (this.seen.size) this.loaded?.();
   }
 
   async fetchSome(run, names, key, signal) {

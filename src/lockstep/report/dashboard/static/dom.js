@@ -115,6 +115,7 @@ export function debounce(wait, action) {
 // Paint jobs run in animation frames of at most 12 ms each, so that no task keeps the main thread for long.
 const jobs = new Set();
 let framed = false;
+let waiting = [];
 
 /** Runs the job in one of the next frames; a job that waits already is not queued twice. */
 export function paint(job) {
@@ -131,6 +132,12 @@ function frame() {
   }
   framed = jobs.size > 0;
   if (framed) requestAnimationFrame(frame);
+  else { waiting.forEach((done) => done()); waiting = []; }
+}
+
+/** Resolves when everything that waits to be painted has been. */
+export function painted() {
+  return framed ? new Promise((done) => { waiting.push(done); }) : Promise.resolve();
 }
 
 /** Calls `each` on every item in slices of some milliseconds. `stop()` ends it early. */
