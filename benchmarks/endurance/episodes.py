@@ -47,7 +47,7 @@ def run_episode(each: Episode, home: Path, tell: Tell, stop_asked: Callable[[], 
     with hit:
         try:
             hit.go()
-            failures += _expectations(hit, calm, line)
+            failures += _expectations(hit, calm, calm_line, line)
         except Broken as error:
             failures.append({"expectation": "the run continues", "found": str(error)})
         line["faults"] = _fault_lines(hit, failures)
@@ -94,7 +94,7 @@ def _program() -> str:
     return done.stdout.strip()
 
 
-def _expectations(hit: EpisodeRun, calm: Path, line: dict[str, Any]) -> list[dict[str, str]]:
+def _expectations(hit: EpisodeRun, calm: Path, calm_line: dict[str, Any], line: dict[str, Any]) -> list[dict[str, str]]:
     """Compare a finished run with the undisturbed one; returns what is not as promised."""
     failures = []
 
@@ -114,7 +114,7 @@ def _expectations(hit: EpisodeRun, calm: Path, line: dict[str, Any]) -> list[dic
     expect(not alarms, "no verdict names an innocent process", "; ".join(alarms))
     orphans = hit.orphans()
     expect(not orphans, "nothing is left of the run", "; ".join(orphans))
-    grown = [each for each in hit.growth if watching.grows(each)]
+    grown = [each for each in (*hit.growth, *calm_line["growth"]) if watching.grows(each)]
     expect(not grown, "no process grows over the last half", grown)
     line |= {
         "step_s": round(watching.typical_step_s(hit.run), 4), "lost_steps": len(lost), "difference": apart,

@@ -23,9 +23,9 @@ def totals(lines: Sequence[Row], done: Sequence[Row]) -> list[str]:
     made = [fault for fault in faults if not fault["skipped"]]
     whole = [line for line in done if "difference" in line]
     shares = [line["steps"] * line["step_s"] / line["span_s"] for line in whole if "step_s" in line]
-    grown = [row["process"] for line in whole for row in line["growth"] if grows(row)]
+    processes = [row for line in whole for row in (*line["growth"], *line["calm"]["growth"])]
+    grown = [row for row in processes if grows(row)]
     bitwise = sum(line["difference"] == 0 for line in whole)
-    growing = sum(len(line["growth"]) for line in whole)
     steps, lost = (sum(line[name] for line in whole) for name in ("steps", "lost_steps"))
     not_here = sum("skipped" in line for line in lines)
     machines = {line["made"]["cpu"]: line["made"]["cores"] for line in lines if "made" in line}
@@ -41,7 +41,7 @@ def totals(lines: Sequence[Row], done: Sequence[Row]) -> list[str]:
         ("largest relative difference of a tensor", f"{max((line['difference'] for line in whole), default=0.0):.1e}"),
         ("confirmed verdicts on innocent processes", f"{sum(len(line['false_alarms']) for line in whole)}"),
         ("processes and folders left behind", f"{sum(line['orphans'] for line in whole)}"),
-        ("processes that grew over the last half of their run", f"{len(grown)} of {growing}"),
+        ("processes that grew over the last half of their run", f"{len(grown)} of {len(processes)}"),
         ("share of the time that trains, one fault in ten steps", _range(shares, percent=True)),
     ]  # fmt: skip
     return [*markdown_head("what", "found"), *(markdown(*row) for row in rows)]

@@ -89,7 +89,8 @@ def test_the_summary_counts_what_was_skipped_and_what_failed() -> None:
     done = {
         "episode": 0, "variant": "grpo local fsdp2", "wall_s": 360.0, "span_s": 100.0, "steps": 100, "load": 2.0,
         "step_s": 0.5, "lost_steps": 0, "difference": 0, "exact": True, "false_alarms": [], "orphans": 1,
-        "growth": [grown(0, 3)], "failures": [{"expectation": "nothing is left of the run", "found": "process 7"}],
+        "calm": {"growth": [grown(0, 0)]}, "growth": [grown(0, 3)],
+        "failures": [{"expectation": "nothing is left of the run", "found": "process 7"}],
         "faults": [fault("stop policy", named_s=1.5), fault("slow disk", skipped="no cgroups")],
     }  # fmt: skip
     lines = [{"seed": 1, "made": {"cpu": "a cpu", "cores": 2}}, done, {"episode": 1, "skipped": "no ray"}]
@@ -98,6 +99,6 @@ def test_the_summary_counts_what_was_skipped_and_what_failed() -> None:
     assert "| faults | 1, and 1 skipped |" in text and "Skipped: slow disk: no cgroups." in text
     assert "| runs that cannot be made on the machine | 1 |" in text
     assert "| stop policy | 1 | 0 | 1.5 s | 1.5 s | 4.0 s | 4.0 s |" in text
-    assert "1 of 1 |" in text and "50% to 50%" in text
+    assert "1 of 2 |" in text and "50% to 50%" in text
     assert "- episode 0 (grpo local fsdp2): nothing is left of the run; found: process 7" in text
     assert summary.summary(lines[:1]) == ["Nothing has been measured yet."]
