@@ -1,5 +1,6 @@
 """Micro-batches equal those of the reference exactly, also after encoding and decoding."""
 
+import itertools
 from itertools import chain
 
 import numpy as np
@@ -11,6 +12,7 @@ from test_mini_batches import MODES, longest, random_trees, rollouts
 from turn_samples import conversations
 
 from lockstep.cluster.rpc.codec import decode_payload, encode_payload
+from lockstep.data import micro_batch
 from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.micro_batch import EncodedMicroBatches, MicroBatch, MiniBatch, decode_micro_batches
 from lockstep.data.mini_batches import pack
@@ -109,6 +111,34 @@ def test_encoding_round_trips(trees, ranks, slack, mode) -> None:
     for mine, other in zip(chain(*found), chain(*minibatch.by_rank), strict=True):
         assert mine.fields["weight"].tolist() == other.fields["weight"].tolist()
         assert mine.layout().lengths == other.layout().lengths
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 40)), max_size=3), min_size=1, max_size=4))
+def test_runs_give_the_same_bits_and_end_with_their_rank(runs) -> None:
+    """Each rank's values, some of them in runs, one after the other."""
+    floats = np.array([0.0, -0.0, np.nan, np.inf, 1e-45, 2.5, -7.0], np.float32)
+    ranks = [np.concatenate([np.zeros(0, np.float32), *(np.full(n, floats[at]) for at, n in rank)]) for rank in runs]
+    bounds = np.concatenate([[0], np.cumsum(list(map(len, ranks)))])
+    for values, increment in ((np.concatenate(ranks).view(np.int32), 0), (np.arange(bounds[-1], dtype=np.int32), 1)):
+        found = micro_batch._runs(values, increment, bounds)
+        if found is not None:
+            of_rank = np.split(found[0], np.cumsum(found[1])[:-1])
+            back = [micro_batch._expand(each, increment) for each in of_rank]
+            assert [each.tobytes() for each in back] == [
+                values[begin:end].tobytes() for begin, end in itertools.pairwise(bounds)
+            ]
+
+
+def test_columns_that_hardly_change_are_sent_as_runs() -> None:
+    data = rollouts([[60, 64, 64, 50]] * 8, [32] * 8)
+    minibatch = pack(forest_from_rollouts(data, np.ones((8, 4))), 4, 1024, "forest").everything()
+    encoded = minibatch.encode()
+    places = [*micro_batch._COLUMNS, *encoded.shared[0]]
+    assert {"sources", "sequences", "advantage"} <= {places[at] for at in encoded.shared[2]}
+    whole = sum(values.nbytes for values in (minibatch.columns.tokens, *minibatch.columns.fields.values()))
+    assert sum(map(len, encoded.columns)) < whole + 3 * minibatch.columns.targets.nbytes
+    same(received(minibatch), minibatch.by_rank, index=False)
 
 
 def test_advantages_for_fewer_tokens_than_a_completion_has_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Requests in messages, and which requests with images are refused."""
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cluster.rpc.codec import decode_payload, encode_payload, signature_of
-from lockstep.data.samples import PlacedImage
+from lockstep.data.samples import Completion, PlacedImage
 from lockstep.rollout.client.multi_turn import prompt_key
-from lockstep.rollout.engine_protocol import EngineAPI, Request, RequestBatch, check_request
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, Request, RequestBatch, check_request
 from lockstep.rollout.errors import BadRequest
 
 
@@ -43,6 +44,30 @@ def test_requests_arrive_as_they_were_sent(groups: list[tuple[int, int, int]]) -
         assert (before.id, before.group, before.seed, before.stop) == (after.id, after.group, after.seed, after.stop)
         assert np.array_equal(before.prompt, after.prompt) and after.prompt.dtype == np.int32
         assert [each.to_json() for each in before.images] == [each.to_json() for each in after.images]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=5))
+def test_completions_arrive_as_they_were_sent(versions: list[list[int]]) -> None:
+    random = np.random.default_rng(len(versions))
+    made = [
+        Completion(
+            f"0/{k}", random.integers(0, 9, len(each), np.int32), random.random(len(each), np.float32),
+            np.array(each, np.int32), "stop", f"text {k}",
+        )
+        for k, each in enumerate(versions)
+    ]  # fmt: skip
+    batches = [CompletionBatch.of(len(made), made[:2]), CompletionBatch.of(7, made[2:])]
+    arrived = [decode_payload(bytearray(encode_payload(batch)), CompletionBatch) for batch in batches]
+    unpacked = list(chain.from_iterable(CompletionBatch.unpack_all(arrived)))
+    assert len(unpacked) == len(made) and [batch.sequence for batch in arrived] == [len(made), 7]
+    for before, after in zip(made, unpacked, strict=True):
+        assert (before.request, before.finish, before.text) == (after.request, after.finish, after.text)
+        for one, two in (
+            (before.tokens, after.tokens),
+            (before.logprobs, after.logprobs),
+            (before.versions, after.versions),
+        ):
+            assert one.dtype == two.dtype and one.tobytes() == two.tobytes() and two.flags.writeable
 
 
 def test_a_groups_prompt_and_images_are_sent_once() -> None:

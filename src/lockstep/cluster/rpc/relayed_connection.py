@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ class CallRelayLink:
         self._called: list[int] = []
         """The channels of the last calls."""
         self._arrived: Arrived = [], [], []
-        """Results that are not acknowledged yet."""
+        """Results that are not acknowledged yet. Added by the server's thread, and taken by any, with the lock."""
+        self._arrived_lock = threading.Lock()
         self.heartbeat = PeerHeartbeat(RELAY_SILENT_S)
         self._transferred = 0
         """Bytes of large frames when the heartbeat was last checked."""
@@ -132,7 +134,8 @@ class CallRelayLink:
                 missing = [each for each in zip(workers, payloads, strict=True) if each[0] in call.left]
                 workers, payloads = [worker for worker, _ in missing], [payload for _, payload in missing]
             _settle(call, workers, payloads, time.monotonic())
-        self._arrived[0].append(number)
+        with self._arrived_lock:
+            self._arrived[0].append(number)
 
     def _settle_some(self, channels: list[int], ids: list[int], payloads: list[memoryview]) -> None:
         """Hands over results of several calls, or of some of the workers that got one, and acknowledges them with the
@@ -156,8 +159,9 @@ class CallRelayLink:
             of_call[1].append(payload)
         for call, (workers, of_workers) in settled.items():
             _settle(call, workers, of_workers, now)
-        self._arrived[1].extend(channels)
-        self._arrived[2].extend(ids)
+        with self._arrived_lock:
+            self._arrived[1].extend(channels)
+            self._arrived[2].extend(ids)
 
     def send_calls(self, calls: Sequence[tuple[OpenCall, RelayedArguments]]) -> None:
         """Sends calls to their workers, in one message if all are calls of the same channels.
@@ -174,7 +178,7 @@ class CallRelayLink:
         self.flush()
 
     def _queue_calls(self, channels: list[int], calls: Sequence[tuple[OpenCall, RelayedArguments]]) -> None:
-        arrived, self._arrived = self._arrived, ([], [], [])
+        arrived = self._take_arrived()
         same = [] if channels == self._called else channels
         message = RelayedCalls(same, [_relayed(*each) for each in calls], arrived)
         self.queue(channels, pack_body(message), *[part for _, own in calls for part in own.payload])
@@ -189,10 +193,15 @@ class CallRelayLink:
     def acknowledge(self) -> None:
         """Acknowledges the results that no call has acknowledged yet."""
         if any(self._arrived):
-            arrived, self._arrived = self._arrived, ([], [], [])
+            arrived = self._take_arrived()
             with contextlib.suppress(WireError):  # then the workers send them again
                 self.queue((), *pack_relayed(RelayedAcks(arrived)))
                 self.flush()
+
+    def _take_arrived(self) -> Arrived:
+        with self._arrived_lock:
+            arrived, self._arrived = self._arrived, ([], [], [])
+        return arrived
 
     def flush(self) -> None:
         """Writes as much as possible now, and leaves the rest to the thread of the server. Raises WireError."""
