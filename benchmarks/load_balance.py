@@ -116,10 +116,10 @@ def main() -> None:
             pair["load"] = round(os.getloadavg()[0], 1)
             print(json.dumps(pair))
             figures["pairs"].append(pair)
-    figures["ratio"] = statistics.median(each["ratio"] for each in figures["pairs"])
+            figures["ratio"] = round(statistics.median(each["ratio"] for each in figures["pairs"]), 3)
+            if given.save is not None:
+                given.save.write_text(json.dumps(figures, indent=1) + "\n")
     print(f"step time with trainer.rank_speeds measured: {figures['ratio']} of that with equal")
-    if given.save is not None:
-        given.save.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

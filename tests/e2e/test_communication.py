@@ -1,4 +1,4 @@
-"""Who waits for whom, of a watched torchrun in which one rank is late on purpose."""
+"""Which rank waits for which, of a watched torchrun in which one rank is late on purpose."""
 
 import json
 import subprocess

@@ -34,7 +34,7 @@ def command(
     ] = OnStall.report,
     communication: Annotated[
         Path | None,
-        typer.Option(help="Write who waits for whom in collectives to this file, for `lockstep report --comm FILE`."),
+        typer.Option(help="Write which rank waits for which to this file, for `lockstep report --comm FILE`."),
     ] = None,
     incidents: Annotated[Path, typer.Option(help="Folder for the evidence about a confirmed stall.")] = Path(
         "incidents"

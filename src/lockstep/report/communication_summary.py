@@ -81,7 +81,7 @@ def _read_totals(path: Path) -> dict[str, Any]:
     return values
 
 
-def _communicator(totals: CommunicatorTotals, checked: Mapping[tuple[str, int], float]) -> dict[str, Any]:
+def _communicator(totals: CommunicatorTotals, checked: Mapping[tuple[str, int], tuple[float, int]]) -> dict[str, Any]:
     names, members = totals.processes, len(totals.processes)
     operations = []
     for (operation, size), each in sorted(totals.operations.items(), key=lambda item: -item[1].waiting_ns):
@@ -96,7 +96,7 @@ def _communicator(totals: CommunicatorTotals, checked: Mapping[tuple[str, int], 
             "waiting_share": waiting_s / whole if known and whole > 0 else None,
             "spread_ms": _quantiles(each.spread), "moving_ms": _quantiles(each.moving) if known else None,
             "bus_gb_s": each.bus_bytes / each.bus_ns if each.bus_ns else None,
-            "checked_gb_s": checked.get((_family(operation), members)),
+            "checked_gb_s": _comparable(checked.get((_family(operation), members)), size),
         })  # fmt: skip
     ranks = [
         {"process": name, "last": each.last, "caused_s": each.caused_ns / 1e9, "waited_s": each.waited_ns / 1e9,
@@ -127,14 +127,20 @@ def _family(operation: str) -> str:
     return operation
 
 
-def _checked_bandwidth(path: Path) -> dict[tuple[str, int], float]:
-    """The bus bandwidth in GB/s that `lockstep check` measured, by operation and number of members."""
-    found: dict[tuple[str, int], float] = {}
+def _comparable(checked: tuple[float, int] | None, size: int | None) -> float | None:
+    """The bandwidth that was checked, for calls that are not limited by latency instead."""
+    return checked[0] if checked is not None and size is not None and size * 8 >= checked[1] else None
+
+
+def _checked_bandwidth(path: Path) -> dict[tuple[str, int], tuple[float, int]]:
+    """The bus bandwidth in GB/s that `lockstep check` measured, and with how many bytes, by operation and number of
+    members."""
+    found: dict[tuple[str, int], tuple[float, int]] = {}
     try:
         for finding in read_json(path)["findings"]:
             measured = finding.get("measured") or {}
             for operation, rate in measured.get("bus_mb_per_s", {}).items():
-                found[str(operation), int(measured["members"])] = float(rate) / 1000
+                found[str(operation), int(measured["members"])] = float(rate) / 1000, int(measured["bytes"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}
     return found

@@ -117,7 +117,7 @@ def load_rows(summary: Mapping[str, Any]) -> list[list[str]]:
         ranks = sorted(ranks, key=lambda each: -(each["pace"] or 0.0))[:MOST_RANKS]
     return [
         [
-            f"{each['role']}-{each['rank']}", f"{each['steps']:,}", f"{each['tokens']:,}",
+            f"{each['role']}-{each['rank']}", f"{each['steps']:,}", f"{int(each['tokens']):,}",
             "-" if each["work_s"] is None else format_seconds(each["work_s"]),
             "-" if each["blocked_s"] is None else format_seconds(each["blocked_s"]),
             _bytes(int(each["memory"])), "-" if each["pace"] is None else f"{each['pace']:.2f}",

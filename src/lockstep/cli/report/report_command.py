@@ -18,7 +18,8 @@ def command(
         ),
     ],
     comm: Annotated[
-        bool, typer.Option("--comm", help="Show who waits for whom in collectives, and how ranks are loaded, instead.")
+        bool,
+        typer.Option("--comm", help="Show which rank waits for which, and how ranks are loaded, instead."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --comm: print only JSON.")] = False,
 ) -> None:

@@ -1,1 +1,1 @@
-"""Who waits for whom in collectives, how long, and how fast data moves."""
+"""Which rank waits for which in collectives, how long, and how fast data moves."""
