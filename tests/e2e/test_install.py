@@ -1,10 +1,12 @@
 """The built wheel in empty environments outside the repository: the core reads a log, the extra `train` trains."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,43 @@ def test_a_command_whose_extra_is_missing_names_it(core: Path, tmp_path: Path, c
     (tmp_path / "run.yaml").write_text("recipe: sft\nname: x\nmodel: {path: m}\ndata: {path: d}\nsteps: 1\n")
     printed = run(core / "lockstep", *command, cwd=tmp_path, code=2)
     assert "pip install 'lockstep-rl[train]'" in printed and "Traceback" not in printed
+
+
+@pytest.mark.xdist_group("install")
+def test_the_dashboard_names_its_own_extra(core: Path, tmp_path: Path) -> None:
+    printed = run(core / "lockstep", "dashboard", tmp_path, cwd=tmp_path, code=2)
+    assert "pip install 'lockstep-rl[dashboard]'" in printed and "Traceback" not in printed
+
+
+@pytest.mark.xdist_group("install")
+@pytest.mark.timeout(600)
+def test_with_the_extra_dashboard_it_is_served_without_torch(tmp_path: Path, wheel: Path, constraints: Path) -> None:
+    commands = environment(tmp_path / "venv", wheel, constraints, "[dashboard]")
+    earlier = Path(__file__).with_name("earlier_run") / "runs" / "begun"
+    shutil.copytree(earlier, tmp_path / "begun")
+    served = subprocess.Popen(
+        [commands / "lockstep", "dashboard", "begun"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+    )  # fmt: skip
+    try:
+        assert served.stdout is not None
+        address, _, token = served.stdout.readline().strip().partition("#token=")
+        path, found = "api/runs", list[bytes]()
+        for view in ("", "/series?name=reward/mean", "/samples?limit=1", "/stages", "/waits", "/incidents"):
+            request = urllib.request.Request(f"{address}{path}{view}", headers={"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                found.append(answer.read())
+            if not view:
+                path = f"api/runs/{json.loads(found[0])['runs'][0]['id']}"
+        assert b'"reward/mean"' in found[1] and b'"prompt"' in found[2]
+        assert b"<!doctype html>" in urllib.request.urlopen(address, timeout=60).read().lower()
+    finally:
+        served.kill()
+        served.communicate(timeout=60)
+    assert (
+        run(commands / "python", "-c", "import importlib.util as u; print(u.find_spec('torch'))", cwd=tmp_path)
+        == "None\n"
+    )
 
 
 @pytest.mark.slow

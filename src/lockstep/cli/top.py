@@ -45,10 +45,10 @@ def run_name(run: Path) -> str:
             show_refusal(error)
             raise typer.Exit(REFUSED) from error
         if not run_shm_dir(name).exists():
-            _show_runs_of(run.stat().st_uid)
+            show_runs_of(run.stat().st_uid)
         return name
     if run.name.isdigit() and (Path("/proc") / run.name).exists():
-        _show_runs_of((Path("/proc") / run.name).stat().st_uid)
+        show_runs_of((Path("/proc") / run.name).stat().st_uid)
     run_id = run_of_process(int(run.name)) if run.name.isdigit() and not run.exists() else None
     if run_id is not None:
         return run_id
@@ -59,8 +59,8 @@ def run_name(run: Path) -> str:
     raise typer.Exit(REFUSED)
 
 
-def _show_runs_of(user: int) -> None:
-    """For root, looks for runs where that user has them."""
+def show_runs_of(user: int) -> None:
+    """For root: looks for the processes of runs where that user has them."""
     from lockstep.base.folders import shm_root
 
     if os.geteuid() == 0:

@@ -277,8 +277,9 @@ def _incident_of_stall(stall: _Stall) -> Incident:
 def environment_findings(folder: Path) -> list[str]:
     """Reads the findings about environment variables from an incident's `findings.json`, worst first. Empty without
     that file."""
+    path = folder / "findings.json"
     try:
-        entries = read_json(folder / "findings.json")["environment"]
+        entries = read_json(path)["environment"] if path.is_file() else []  # a pipe would block
         found = [(_SEVERITIES.index(each["severity"]), f"{each['seen']}. {each['why']}") for each in entries]
     except (OSError, ValueError, LookupError, TypeError):
         return []

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from lockstep.ledger import json_values
 from lockstep.ledger.errors import IndexDamaged
 from lockstep.ledger.sqlite_index import (
@@ -83,11 +85,17 @@ class RunRecords:
             merged = {**(self._index.parse(found[0][0], dict) if found else {}), **row}
             transaction.put("metrics", step=step, values=json_values.dumps(merged, "metrics"))
 
-    def metrics_rows(self, after: int | None = None) -> list[MetricsRow]:
-        """Returns the metrics by step, only of steps later than `after`."""
-        where = "" if after is None else f"WHERE step > {int(after)}"
+    def metrics_rows(self, after: int | None = None, until: int | None = None) -> list[MetricsRow]:
+        """Returns the metrics by step, only of steps later than `after`, and not later than `until`."""
+        where = _step_range(after, until)
         rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
-        return [MetricsRow(step, at, generation, self._index.parse(row, dict)) for step, at, generation, row in rows]
+        return [MetricsRow(step, at, generation, self._parse_values(text)) for step, at, generation, text in rows]
+
+    def _parse_values(self, text: str) -> dict[str, float]:
+        try:  # a third of the time of `json`, but it knows neither NaN nor infinities
+            return msgspec.json.decode(text, type=dict[str, int | float])
+        except (msgspec.MsgspecError, UnicodeError):
+            return self._index.parse(text, dict)
 
     def record_event(self, kind: str, **fields: Any) -> None:
         """Records an event with the current time."""

@@ -32,8 +32,9 @@ class DeviceRow:
 
 def device_totals(folder: Path) -> list[dict[str, Any]]:
     """The totals of all GPUs of a run, as the supervisor wrote them; empty without samples."""
+    path = folder / DEVICES_FILE
     try:
-        return [dict(each) for each in read_json(folder / DEVICES_FILE)]
+        return [dict(each) for each in read_json(path)] if path.is_file() else []  # a pipe would block
     except (OSError, ValueError, TypeError):
         return []
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.base.folders import write_private
 from lockstep.cli.terminal import REFUSED, require_extra, show_note, show_progress, show_refusal
 
 TOKEN_VARIABLE = "LOCKSTEP_DASHBOARD_TOKEN"
@@ -33,8 +34,10 @@ def command(
         lockstep dashboard runs --port 8000 --no-open
     """
     require_extra("dashboard", "lockstep dashboard")
+    from lockstep.base.folders import scratch_dir
     from lockstep.base.network import listen
     from lockstep.base.transport.run_token import check_token
+    from lockstep.cli.top import show_runs_of
     from lockstep.report.dashboard.dashboard_server import DashboardServer, serve_dashboard
     from lockstep.report.dashboard.request_guard import is_loopback
     from lockstep.report.dashboard.run_catalogue import RunCatalogue
@@ -44,6 +47,7 @@ def command(
         given = os.environ.pop(TOKEN_VARIABLE, "").strip()
         token = check_token(given, TOKEN_VARIABLE, TOKEN_POWER) if given else secrets.token_urlsafe(32)
         catalogue = RunCatalogue(runs)
+        show_runs_of(runs[0].stat().st_uid)
         listening = listen(host, (port, port))
     except (ValueError, OSError) as error:
         show_refusal(error)
@@ -58,8 +62,20 @@ def command(
     if not catalogue.runs():
         show_progress("no run is there yet; those that begin will appear")
     SafeConsole(soft_wrap=True).print(f"{address}#token={token}", markup=False, highlight=False)
-    if browser:
-        import webbrowser
+    with scratch_dir("lockstep-dashboard-") as folder:
+        if browser:
+            _open_browser(folder, f"{address}#token={token}")
+        serve_dashboard(DashboardServer(catalogue, token, host), listening)
 
-        webbrowser.open(f"{address}#token={token}")
-    serve_dashboard(DashboardServer(catalogue, token, host), listening)
+
+def _open_browser(folder: Path, address: str) -> None:
+    """Opens the address in a browser, by a file that only this user can read: all users of a host can see the arguments
+    of a process, and with them the token."""
+    import threading
+    import webbrowser
+
+    page = folder / "dashboard.html"
+    content = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={address}">'
+    write_private(page, content.encode())
+    # A browser in the terminal returns only when it ends.
+    threading.Thread(target=webbrowser.open, args=(page.as_uri(),), name="browser", daemon=True).start()

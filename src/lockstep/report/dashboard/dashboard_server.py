@@ -2,13 +2,14 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from types import FrameType
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 import uvicorn
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -19,10 +20,10 @@ from lockstep.ledger.errors import LedgerError
 from lockstep.report.completion_samples import STORED_CHARS
 from lockstep.report.dashboard.config_view import changed_keys
 from lockstep.report.dashboard.event_stream import EventStream
-from lockstep.report.dashboard.metric_history import metric_facts
+from lockstep.report.dashboard.metric_history import json_bytes, metric_facts
 from lockstep.report.dashboard.request_guard import ApiProblem, RequestGuard
 from lockstep.report.dashboard.run_catalogue import RunCatalogue
-from lockstep.report.dashboard.run_feed import RunBusy
+from lockstep.report.dashboard.run_feed import UNREADABLE, RunBusy
 from lockstep.report.dashboard.shown_run import ShownRun
 from lockstep.report.dashboard.static_files import static_file
 from lockstep.report.server_connections import ACCEPTED_AT_ONCE, QueueingServer, connection_type
@@ -35,6 +36,10 @@ MOST_NAMES = 256
 MOST_POINTS = 5000
 HEADER_BYTES = 32768
 CONNECTIONS = 256
+THREADS = 16
+"""More than processors: some wait for a first look, or for a slow disk."""
+READ_AHEAD = 4
+"""Runs whose metrics are read before a page asks for them."""
 
 
 class DashboardServer:
@@ -46,6 +51,7 @@ class DashboardServer:
 
     def __init__(self, catalogue: RunCatalogue, token: str, host: str) -> None:
         self._catalogue = catalogue
+        self._threads = ThreadPoolExecutor(THREADS, "dashboard")
         web = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self.events = EventStream(catalogue.run)
         for path, answer in (
@@ -70,17 +76,31 @@ class DashboardServer:
         web.add_exception_handler(HTTPException, _answer_http)
         self.app = RequestGuard(web, token, host)
 
+    def read_ahead(self) -> None:
+        """Reads the metrics of the first runs while the browser starts. Returns at once."""
+        shown = list(self._catalogue.runs().values())[:READ_AHEAD]
+
+        def read() -> None:
+            for each in shown:
+                with suppress(LedgerError, *UNREADABLE, OSError, RunBusy):
+                    each.feed.metric_names()
+
+        threading.Thread(target=read, name="dashboard read ahead", daemon=True).start()
+
     def close(self) -> None:
         """Ends the watching of runs."""
         self._catalogue.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _runs(self) -> Response:
-        return _json({"runs": await asyncio.to_thread(self._overviews)})
+        return _json({"runs": await self._in_thread(self._overviews)})
 
     def _overviews(self) -> list[dict[str, Any]]:
         found = []
         for name, shown in self._catalogue.runs().items():
-            with suppress(LedgerError, OSError, RunBusy):  # one that was removed meanwhile, or is no run after all
+            with suppress(
+                LedgerError, *UNREADABLE, OSError, RunBusy
+            ):  # one that was removed meanwhile, or is no run after all
                 found.append({"id": name, "folder": str(shown.folder), **asdict(shown.feed.overview())})
         return found
 
@@ -151,32 +171,36 @@ class DashboardServer:
 
     async def _events(self, request: Request, run: Annotated[list[str], Query(max_length=MOST_LISTENED)]) -> Response:
         for each in run:
-            if self._catalogue.run(each) is None:
+            if await self._in_thread(self._catalogue.run, each) is None:
                 raise _unknown_run(each)
-        events = self.events.listen(list(dict.fromkeys(run)), request.headers.get("last-event-id", ""))
+        events = self.events.follow(list(dict.fromkeys(run)), request.headers.get("last-event-id", ""))
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def _page(self, name: str) -> Response:
         if name.startswith("api/"):
             raise ApiProblem(404, "there is no such address", "path", f"/{name}", "see docs/dashboard.md")
-        found = await asyncio.to_thread(static_file, name or "index.html")
+        found = await self._in_thread(static_file, name or "index.html")
         if found is None:
             raise ApiProblem(404, "the page has no such file", "path", f"/{name}", "open /")
         return Response(found[0], media_type=found[1])
 
+    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
     async def _read(self, run: str, read: Callable[[ShownRun], T]) -> T:
         """Reads a run in another thread. Raises ApiProblem."""
-        shown = await asyncio.to_thread(self._catalogue.run, run)
+        shown = await self._in_thread(self._catalogue.run, run)
         if shown is None:
             raise _unknown_run(run)
         try:
-            return await asyncio.to_thread(read, shown)
+            return await self._in_thread(read, shown)
         except FileNotFoundError as error:
             raise ApiProblem(410, "the run's folder was removed", "run", run, "choose another run") from error
         except RunBusy as error:
             raise ApiProblem(503, str(error), "run", run, "try again") from error
-        except (LedgerError, OSError) as error:
-            raise ApiProblem(409, f"the run cannot be read: {error}", "run", run, "see the message") from error
+        except (LedgerError, *UNREADABLE, OSError) as error:
+            why = str(error) if isinstance(error, LedgerError | OSError) else f"{type(error).__name__}: {error}"
+            raise ApiProblem(409, f"the run cannot be read: {why}", "run", run, "see the message") from error
 
 
 def _unknown_run(run: str) -> ApiProblem:
@@ -223,6 +247,7 @@ def http_server_of(server: DashboardServer) -> uvicorn.Server:
 
 def serve_dashboard(server: DashboardServer, listening: socket.socket) -> None:
     """Serves until Ctrl-C or SIGTERM."""
+    server.read_ahead()
     try:
         with suppress(KeyboardInterrupt):  # uvicorn raises it again when everything has ended
             http_server_of(server).run(sockets=[listening])
@@ -231,7 +256,7 @@ def serve_dashboard(server: DashboardServer, listening: socket.socket) -> None:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    return Response(json_bytes(content), status, media_type="application/json")
 
 
 async def _answer_problem(_: Request, error: Exception) -> Response:

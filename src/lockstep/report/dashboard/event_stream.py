@@ -12,12 +12,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from lockstep import __version__
 from lockstep.ledger.errors import LedgerError
-from lockstep.report.dashboard.metric_history import json_number
-from lockstep.report.dashboard.run_feed import RunBusy
+from lockstep.report.dashboard.metric_history import json_bytes, json_number
+from lockstep.report.dashboard.run_feed import UNREADABLE, RunBusy
 from lockstep.report.dashboard.shown_run import ShownRun
 
 LOOK_S = 1.0
@@ -70,7 +68,7 @@ class EventStream:
         self._task: asyncio.Task[None] | None = None
         self.closing = False
 
-    async def listen(self, runs: Sequence[str], last_id: str) -> AsyncIterator[bytes]:
+    async def follow(self, runs: Sequence[str], last_id: str) -> AsyncIterator[bytes]:
         """The events of some runs, as the bytes of the answer.
 
         Args:
@@ -83,7 +81,7 @@ class EventStream:
         for run in runs:
             self._followed.setdefault(run, _Followed()).listeners += 1
         try:
-            if self._task is None:
+            if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._look_again_and_again())
             wanted, quiet = set(runs), time.monotonic()
             while not self.closing:
@@ -112,9 +110,9 @@ class EventStream:
         return int(number) if oldest - 1 <= int(number) <= self._newest else None
 
     def _encoded(self, kind: str, data: Any, number: int) -> bytes:
-        # JSON of msgspec has no line breaks, which would end the event.
+        # JSON on one line: a line break would end the event.
         return b"event: %s\nid: %s-%d\ndata: %s\n\n" % (
-            kind.encode(), self._boot.encode(), number, msgspec.json.encode(data)
+            kind.encode(), self._boot.encode(), number, json_bytes(data)
         )  # fmt: skip
 
     def _publish(self, run: str, kind: str, data: dict[str, Any]) -> None:
@@ -128,20 +126,26 @@ class EventStream:
     async def _look_again_and_again(self) -> None:
         while any(each.listeners for each in self._followed.values()) and not self.closing:
             for name, followed in list(self._followed.items()):
-                shown = self._find(name) if followed.listeners else None
-                if shown is None:
-                    continue
-                try:
-                    news = await asyncio.to_thread(_news, shown, followed)
-                except (LedgerError, OSError, RunBusy) as error:
-                    removed = isinstance(error, FileNotFoundError)
-                    news = [("state", {"state": "removed" if removed else "unreadable", "message": str(error)})]
-                    news = [] if followed.state == news[0][1]["state"] else news
-                    followed.state = news[0][1]["state"] if news else followed.state
-                for kind, data in news:
-                    self._publish(name, kind, data)
+                if followed.listeners:
+                    for kind, data in await asyncio.to_thread(self._look, name, followed):
+                        self._publish(name, kind, data)
             await asyncio.sleep(LOOK_S)
         self._task = None
+
+    def _look(self, run: str, followed: _Followed) -> list[tuple[str, dict[str, Any]]]:
+        """What is new of a run, which may be removed or damaged."""
+        try:
+            if (shown := self._find(run)) is not None:
+                return _news(shown, followed)
+            state, message = "removed", "its folder was removed"
+        except FileNotFoundError as error:
+            state, message = "removed", str(error)
+        except (LedgerError, *UNREADABLE, OSError, RunBusy) as error:
+            state, message = "unreadable", str(error)
+        if followed.state == state:
+            return []
+        followed.state = state
+        return [("state", {"state": state, "message": message})]
 
 
 def _news(shown: ShownRun, followed: _Followed) -> list[tuple[str, dict[str, Any]]]:

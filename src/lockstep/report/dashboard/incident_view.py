@@ -78,8 +78,9 @@ def _incident_json(incident: Incident, folder: Path) -> dict[str, Any]:
 
 
 def _verdict(path: Path) -> dict[str, Any]:
+    file = path / "verdict.json"
     try:
-        found = read_json(path / "verdict.json")
+        found = read_json(file) if file.is_file() and not file.is_symlink() else {}
         return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return {}

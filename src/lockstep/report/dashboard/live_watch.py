@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.base import waits
 from lockstep.base.folders import read_run_id, run_shm_dir
+from lockstep.base.secrets import redact_text
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.config.roles import ROLE_OF_PROCESSES
 from lockstep.report.dashboard.host_figures import HostHistory, host_figures
@@ -162,9 +163,10 @@ class _LiveReader:
 
 def run_id_of(folder: Path) -> str | None:
     """The id of the run's newest attempt, if its processes are, or were, on this host."""
+    path = folder / "run-id"
     try:
-        run = read_run_id(folder / "run-id")
-        return run if run_shm_dir(run).is_dir() else None
+        run = read_run_id(path) if path.is_file() else ""  # a pipe would block
+        return run if run and run_shm_dir(run).is_dir() else None
     except (OSError, ValueError):
         return None
 
@@ -175,11 +177,16 @@ def wait_graph_edges(rows: Sequence[ProcessRow], verdict: Verdict | None) -> lis
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         for wait in row.waits:
-            edge = {"from": row.name, "to": wait.waits_for, "why": wait.why, "seconds": round(wait.since_s, 1)}
+            edge = {
+                "from": row.name,
+                "to": wait.waits_for,
+                "why": redact_text(wait.why),
+                "seconds": round(wait.since_s, 1),
+            }
             found.setdefault((row.name, wait.waits_for), edge)
     for link in verdict.waiting if verdict is not None else ():
         seconds = None if link.since_s is None else round(link.since_s, 1)
-        found[link.who, link.on] = {"from": link.who, "to": link.on, "why": link.what, "seconds": seconds}
+        found[link.who, link.on] = {"from": link.who, "to": link.on, "why": redact_text(link.what), "seconds": seconds}
     return sorted(found.values(), key=lambda edge: -(edge["seconds"] or 0.0))[:MOST_EDGES]
 
 
@@ -192,7 +199,7 @@ def wait_graph_nodes(
     nodes = {
         row.name: {
             "name": row.name, "role": row.role, "rank": row.rank, "host": host, "stage": row.stage, "state": row.state,
-            "culprit": row.name in culprits, "pid": row.pid, "doing": beacon_table.describe_process(row),
+            "culprit": row.name in culprits, "pid": row.pid, "doing": redact_text(beacon_table.describe_process(row)),
         }
         for row in rows
     }  # fmt: skip
@@ -210,7 +217,8 @@ def wait_graph_nodes(
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """A verdict as the page shows it."""
     return {
-        "level": str(verdict.level), "kind": str(verdict.kind), "text": verdict_headline(verdict), "fix": verdict.fix,
+        "level": str(verdict.level), "kind": str(verdict.kind), "text": redact_text(verdict_headline(verdict)),
+        "fix": verdict.fix,
         "culprits": [culprit_name(each) for each in verdict.culprits], "confidence": round(verdict.confidence, 2),
-        "evidence": [each.text for each in verdict.evidence],
+        "evidence": [redact_text(each.text) for each in verdict.evidence],
     }  # fmt: skip

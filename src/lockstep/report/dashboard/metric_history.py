@@ -1,11 +1,14 @@
 """The metrics of a run in memory: columns that grow with it, and curves reduced to as many points as a page draws."""
 
+import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 _UNITS = (("tokens_per_s", "tokens/s"), ("_per_s", "1/s"), ("_s", "s"), ("_bytes", "bytes"), ("_gib", "GiB"))
@@ -23,23 +26,28 @@ class MetricHistory:
 
     def __init__(self) -> None:
         self._columns: dict[str, _Column] = {}
-        self.rows = 0
-        """Values in all columns."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all columns."""
+        return sum(16 * len(column.steps) for column in self._columns.values())
 
     @property
     def names(self) -> list[str]:
-        return list(self._columns)
+        return [name for name, column in self._columns.items() if column.steps]
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds values of a step. A step that a column has already, or that is earlier than its last, is left out."""
+        columns = self._columns
         for name, value in values.items():
-            column = self._columns.get(name)
+            column = columns.get(name)
             if column is None:
-                column = self._columns[name] = _Column()
-            if not column.steps or step > column.steps[-1]:
-                column.steps.append(step)
-                column.values.append(value)
-                self.rows += 1
+                column = columns[name] = _Column()
+            steps = column.steps
+            if not steps or step > steps[-1]:
+                with suppress(TypeError, OverflowError):  # no number, in a ledger that somebody else wrote
+                    column.values.append(value)
+                    steps.append(step)
 
     def forget_from(self, step: int) -> None:
         """Removes the values of this step and of later ones."""
@@ -47,7 +55,6 @@ class MetricHistory:
             first = len(column.steps)
             while first and column.steps[first - 1] >= step:
                 first -= 1
-            self.rows -= len(column.steps) - first
             del column.steps[first:], column.values[first:]
         self._columns = {name: column for name, column in self._columns.items() if column.steps}
 
@@ -70,9 +77,9 @@ class MetricHistory:
         Args:
             first, last: the steps at the ends, both included; None for the ends of the run.
         """
-        if name not in self._columns:
-            return None
         steps, values = self.arrays(name)
+        if not len(steps):
+            return None
         begin = 0 if first is None else int(np.searchsorted(steps, first, "left"))
         end = len(steps) if last is None else int(np.searchsorted(steps, last, "right"))
         return reduced_curve(steps[begin:end], values[begin:end], points)
@@ -122,6 +129,14 @@ def json_number(value: float) -> float | str:
     if value != value:
         return "nan"
     return value if abs(value) != float("inf") else "inf" if value > 0 else "-inf"
+
+
+def json_bytes(content: Any) -> bytes:
+    """The content as one line of JSON, whatever a run has in its texts."""
+    try:
+        return msgspec.json.encode(content)
+    except (UnicodeEncodeError, TypeError):  # halves of surrogate pairs, keys of other types
+        return json.dumps(content, default=str).encode()
 
 
 def metric_facts(name: str) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-import msgspec
+from lockstep.report.dashboard.metric_history import json_bytes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,6 +26,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::\d{1,5})?")
 _LOCAL_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost"}
 
 
@@ -38,7 +40,7 @@ class ApiProblem(Exception):
     def body(self) -> bytes:
         """The error as JSON."""
         fields = {"field": self.field, "value": self.value, "remedy": self.remedy, "message": self.message}
-        return msgspec.json.encode({"error": fields})
+        return json_bytes({"error": fields})
 
 
 class RequestGuard:
@@ -101,11 +103,10 @@ class RequestGuard:
             )  # fmt: skip
 
     def _is_own_host(self, value: str) -> bool:
-        name = value.lower()
-        if name.startswith("["):
-            name = name[1:].partition("]")[0]
-        else:
-            name = name.rpartition(":")[0] if name.count(":") == 1 else name
+        found = _HOST.fullmatch(value.lower())
+        if found is None:
+            return False
+        name = found[1] or found[2]
         try:
             address = ipaddress.ip_address(name)
         except ValueError:

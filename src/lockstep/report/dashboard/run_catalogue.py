@@ -12,6 +12,8 @@ from lockstep.report.dashboard.shown_run import ShownRun
 
 MOST_RUNS = 1000
 """Runs of all folders together; the rest is left out."""
+METRIC_BYTES = 512 << 20
+"""Of the metrics of all runs in memory."""
 _ID_CHARS = 12
 
 
@@ -33,6 +35,8 @@ class RunCatalogue:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = [_checked(path) for path in paths]
         self._runs: dict[str, ShownRun] = {}
+        self._used: dict[ShownRun, None] = {}
+        """Those that were asked for, the latest last."""
         self._lock = threading.Lock()
 
     def runs(self) -> dict[str, ShownRun]:
@@ -46,9 +50,25 @@ class RunCatalogue:
             return dict(found)
 
     def run(self, run: str) -> ShownRun | None:
-        """The run with this id, which may have been removed meanwhile; None if there never was one."""
-        known = self._runs.get(run)
-        return known if known is not None else self.runs().get(run)
+        """The run with this id, which may have been removed meanwhile; None if there never was one. The metrics of runs
+        that nobody has asked for since are dropped when those of all runs take too much memory."""
+        found = self._runs.get(run) or self.runs().get(run)
+        if found is not None:
+            with self._lock:
+                self._used.pop(found, None)
+                self._used[found] = None
+                self._drop_oldest()
+        return found
+
+    def _drop_oldest(self) -> None:
+        sizes = {each: each.feed.size for each in self._used}
+        left = sum(sizes.values())
+        for each in list(self._used)[:-1]:
+            if left <= METRIC_BYTES:
+                break
+            each.feed.forget()
+            left -= sizes[each]
+            del self._used[each]
 
     def close(self) -> None:
         """Ends the watching of all runs."""

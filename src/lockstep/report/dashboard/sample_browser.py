@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.secrets import redact_text, secret_values
+from lockstep.ledger.errors import StepCorrupt
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.report.completion_samples import turn_text
@@ -52,7 +53,7 @@ class ShownSample:
         return {
             "step": self.step, "index": self.index, "kind": self.kind, "prompt_id": self.sample.uid,
             "number": self.sample.number, "prompt": self.prompt[:chars], "completion": self.completion[:chars],
-            "answer": None if self.sample.answer is None else str(self.sample.answer)[:chars],
+            "answer": None if self.sample.answer is None else redact_text(str(self.sample.answer))[:chars],
             "reward": self.sample.reward, "terms": self.sample.scores, "version": self.version,
             "finish": self.sample.finish, **({"cut": cut} if cut else {}),
         }  # fmt: skip
@@ -80,7 +81,12 @@ class SampleBrowser:
             if len(chosen) > 1 and time.monotonic() > until:
                 complete = False
                 break
-            found += [each for each in self.step(ledger, number) if not query or each.matches(query)]
+            try:
+                found += [each for each in self.step(ledger, number) if not query or each.matches(query)]
+            except StepCorrupt:
+                if len(chosen) == 1:
+                    raise
+                complete = False
         shown = [each.json(chars) for each in found[offset : offset + limit]]
         return {"total": len(found), "complete": complete, "steps": steps, "samples": shown}
 
@@ -119,6 +125,9 @@ def sample_steps(ledger: Ledger) -> list[int]:
 def _training_samples(ledger: Ledger, number: int) -> list[ShownSample]:
     from lockstep.ledger.step_samples import NoSamples, read_samples  # needs pyarrow
 
+    path, steps = ledger.step_path(number - 1), ledger.stored_steps()
+    if number - 1 in steps and path.exists() and not path.is_file():  # a pipe would block
+        raise StepCorrupt(path, number - 1, "is no file")
     try:
         read = read_samples(ledger, number, _ALL, "best") if number > 0 else None
     except NoSamples:

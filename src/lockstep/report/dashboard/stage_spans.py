@@ -88,7 +88,7 @@ def run_row(metrics: MetricHistory, clock: MetricHistory, start: float, end: flo
             for at in range(len(steps))
             for row in np.flatnonzero(durations[:, at] > 0).tolist()
         ]
-    return StageRow("run", "run", None, spans)
+    return StageRow("run", "run", None, [each for each in spans if each.end >= start and each.start <= end])
 
 
 def _merged_steps(stages: Sequence[str], durations: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> StageSpan:
