@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +21,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 """None where this machine has no browser; on Debian: `apt-get install chromium`."""
 _OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
-    "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe",
+    "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--remote-debugging-pipe",
 )  # fmt: skip
+_KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27}
+"""Of keys that the browser itself acts upon."""
 _WATCH = """
 window.__tasks = []; window.__refused = [];
 new PerformanceObserver(list => list.getEntries().forEach(e => __tasks.push([e.startTime, e.duration])))
@@ -45,7 +49,8 @@ class Chromium:
         self._next = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._arrived = threading.Condition()
-        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.events: defaultdict[str, queue.Queue[dict[str, Any]]] = defaultdict(queue.Queue)
+        """By session; those of the whole browser under an empty name."""
         self._folder = tempfile.mkdtemp(prefix="lockstep-chromium-")
         commands, self._to = _high(os.pipe())
         self._from, replies = _high(os.pipe())
@@ -63,7 +68,9 @@ class Chromium:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with contextlib.suppress(BrowserError, OSError):
             self.call("Browser.close", timeout_s=5)
         try:
@@ -76,7 +83,9 @@ class Chromium:
         os.close(self._from)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def call(self, method: str, session: str | None = None, timeout_s: float | None = None, **parameters: Any) -> dict[str, Any]:
+    def call(
+        self, method: str, session: str | None = None, timeout_s: float | None = None, **parameters: Any
+    ) -> dict[str, Any]:
         """The result of a command of the DevTools protocol."""
         self._next += 1
         number = self._next
@@ -110,10 +119,10 @@ class Chromium:
 
         The time on the CPU leaves out what other processes of a busy machine took.
         """
-        list(_drain(self.events))
+        list(_drain(self.events[""]))
         self.call("Tracing.end")
         found: list[dict[str, Any]] = []
-        while (event := self.events.get(timeout=self.timeout_s))["method"] != "Tracing.tracingComplete":
+        while (event := self.events[""].get(timeout=self.timeout_s))["method"] != "Tracing.tracingComplete":
             if event["method"] == "Tracing.dataCollected":
                 found += event["params"]["value"]
         mains = {(each["pid"], each["tid"]) for each in found if each.get("args", {}).get("name") == "CrRendererMain"}
@@ -140,7 +149,7 @@ class Chromium:
                         self._answers[message["id"]] = message
                         self._arrived.notify_all()
                 else:
-                    self.events.put(message)
+                    self.events[message.get("sessionId", "")].put(message)
 
 
 class BrowserPage:
@@ -152,6 +161,10 @@ class BrowserPage:
         for domain in ("Page", "Runtime", "Log"):
             self.do(f"{domain}.enable")
         self.do("Page.addScriptToEvaluateOnNewDocument", source=_WATCH)
+
+    def close(self) -> None:
+        """Closes the page."""
+        self.browser.call("Target.closeTarget", targetId=self.target)
 
     def do(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self.browser.call(method, self.session, **parameters)
@@ -176,26 +189,28 @@ class BrowserPage:
         return found["result"].get("value")
 
     def until(self, script: str, timeout_s: float = 20.0) -> Any:
-        """The expression's value as soon as it is true."""
+        """The expression's value as soon as it is true; True for an element."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             with contextlib.suppress(BrowserError):  # the page may be between two documents
-                if value := self.run(script):
+                if value := self.run(f"(v => v instanceof Node ? true : v)({script})"):
                     return value
             time.sleep(0.05)
         raise BrowserError(f"not true within {timeout_s:.0f} s: {script}; problems: {self.gather()[:5]}")
 
-    def key(self, key: str, text: str = "", modifiers: int = 0) -> None:
+    def key(self, key: str, text: str = "") -> None:
         """Presses a key, such as `ArrowRight`, or `?` with its text."""
-        common = {"key": key, "modifiers": modifiers} | ({"text": text} if text else {})
-        self.do("Input.dispatchKeyEvent", type="keyDown", **common)
-        self.do("Input.dispatchKeyEvent", type="keyUp", key=key, modifiers=modifiers)
+        common = {"key": key, "windowsVirtualKeyCode": _KEY_CODES.get(key, 0)}
+        self.do("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {}))
+        self.do("Input.dispatchKeyEvent", type="keyUp", **common)
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Presses the left button at `start`, moves to `end` and releases it."""
-        for kind, (x, y), buttons in (("mouseMoved", start, 0), ("mousePressed", start, 1), ("mouseMoved", end, 1), ("mouseReleased", end, 0)):
-            button = "none" if kind == "mouseMoved" and not buttons else "left"
-            self.do("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=buttons, clickCount=1)
+        for kind, (x, y), held in (
+            ("mouseMoved", start, 0), ("mousePressed", start, 1), ("mouseMoved", end, 1), ("mouseReleased", end, 0)
+        ):  # fmt: skip
+            button = "none" if kind == "mouseMoved" and not held else "left"
+            self.do("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=held, clickCount=1)
 
     def screenshot(self, whole: bool = False) -> bytes:
         """A PNG of what is in sight, or of the whole page."""
@@ -212,7 +227,7 @@ class BrowserPage:
 
     def gather(self) -> list[str]:
         """Errors and warnings so far: of scripts, of the console and of the browser's log."""
-        self.problems += [text for event in _drain(self.browser.events) if (text := _problem(event))]
+        self.problems += [text for event in _drain(self.browser.events[self.session]) if (text := _problem(event))]
         return self.problems
 
 

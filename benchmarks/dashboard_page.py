@@ -61,13 +61,14 @@ def make_run(
     """The folder of a run with its curves and with one evaluation."""
     rng = np.random.default_rng(0)
     groups = ("reward", "policy", "rollout", "time", "critic")
-    names = ["reward/mean", "policy/loss", "policy/kl", "rollout/length", "time/rollout_s", "time/reward_s", "time/train_s"]
+    names = ["reward/mean", "policy/loss", "policy/kl", "rollout/length"]
+    names += ["time/rollout_s", "time/reward_s", "time/train_s"]
     names += [f"{groups[at % len(groups)]}/extra_{at}_s" for at in range(len(names), metrics)]
     noise = rng.normal(size=(steps, len(names))) * 0.05
     settings = {"recipe": "grpo", "name": name, "steps": steps, "model": {"path": "tiny"}, "trainer": {"ranks": 2}}
     with Ledger.create(folder, settings | dict(config or {})) as ledger:
         samples = [
-            CompletionSample(f"prompt {at}", f"answer {at}: " + "word " * 40, f"uid-{at}", float(at % 2), {}, None, "stop")
+            CompletionSample(f"prompt {at}", f"answer {at}: " + "word " * 40, "word", float(at % 2), uid=f"uid-{at}")
             for at in range(64)
         ]
         for step in range(steps):
@@ -135,11 +136,13 @@ def use(page: BrowserPage, view: str) -> None:
         time.sleep(0.2)
     page.run("window.scrollTo(0, 0)")
     if view == "curves":
-        page.run("(i => { i.value = 'extra'; i.dispatchEvent(new Event('input')); })(document.getElementById('curves-find'))")
+        page.run("document.getElementById('curves-find').value = 'extra'")
+        page.run("document.getElementById('curves-find').dispatchEvent(new Event('input'))")
         time.sleep(0.5)
-        box = page.run("(b => [b.left, b.top, b.width, b.height])(document.querySelector('.plot').getBoundingClientRect())")
-        y = box[1] + box[3] / 2
-        page.drag((box[0] + box[2] * 0.4, y), (box[0] + box[2] * 0.7, y))
+        left, top, width = page.run(
+            "(b => [b.left, b.top, b.width])(document.querySelector('.plot').getBoundingClientRect())"
+        )
+        page.drag((left + width * 0.4, top + 90), (left + width * 0.7, top + 90))
     if view == "stages":
         page.run("document.querySelectorAll('.chips button').forEach(b => b.click())")
     time.sleep(1)
@@ -165,7 +168,8 @@ def _longest(tasks: list[tuple[float, float]]) -> tuple[float, float]:
 
 def table(found: list[Opened]) -> str:
     """The measurements as Markdown."""
-    lines = ["| view | first view | longest task: clock | CPU | while used: clock | CPU |", "|---|---:|---:|---:|---:|---:|"]
+    lines = ["| view | first view | longest task: clock | CPU | while used: clock | CPU |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
     lines += [
         f"| {each.view} | {each.first:.0f} ms | {each.longest_wall:.0f} ms | {each.longest_cpu:.0f} ms "
         f"| {each.used_wall:.0f} ms | {each.used_cpu:.0f} ms |"
@@ -188,7 +192,8 @@ def main() -> None:
         with served(root) as address:
             found = [measure(address, view) for view in chosen.views.split(",")]
         load = os.getloadavg()[0]
-        print(f"{chosen.ranks:,} ranks, {chosen.steps:,} steps, {os.cpu_count()} cores, load {load:.1f}\n\n{table(found)}")
+        print(f"{chosen.ranks:,} ranks, {chosen.steps:,} steps, {os.cpu_count()} cores, load {load:.1f}\n")
+        print(table(found))
         print(f"\ngoals: first view within {GOAL_FIRST_MS:,} ms, no task over {GOAL_TASK_MS} ms")
     finally:
         close_beacon()

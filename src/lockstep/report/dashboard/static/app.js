@@ -3,7 +3,7 @@
 import { change, onChange, state } from "./address.js";
 import { HeatMapView } from "./heat_map.js";
 import { CurvesView } from "./curves.js";
-import { ago, announce, count, debounce, forgetColours, formatClock, formatSeconds, h, painted, put } from "./dom.js";
+import { ago, announce, count, debounce, forgetColours, formatClock, formatSeconds, h, painted, put, visible } from "./dom.js";
 import { GanttView } from "./gantt.js";
 import { HostsView } from "./hosts.js";
 import { ConfigView, IncidentsView } from "./incidents.js";
@@ -149,7 +149,7 @@ class App {
     $("panel").setAttribute("aria-labelledby", `tab-${name}`);
     if ($("panel").firstChild !== view.element) put($("panel"), view.element);
     $(`tab-${name}`).scrollIntoView({ block: "nearest", inline: "nearest" });
-    document.title = `${title}${this.primary() ? ` · ${this.primary().name}` : ""} · Lockstep`;
+    document.title = visible(`${title}${this.primary() ? ` · ${this.primary().name}` : ""} · Lockstep`);
     try { await view.show(); } catch (error) { this.failed(error); }
     await painted();
     performance.mark(`lockstep-${name}-shown`);
@@ -288,7 +288,7 @@ class App {
 
   keyboard() {
     addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+      if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || $("help-dialog").open) return;
       if (event.key === "Escape" && event.target.matches?.("input[type=search]") && event.target.value === "") { event.target.blur(); return; }
       if (event.target.matches?.("input:not([type=checkbox]):not([type=range]), select, textarea")) return;
       if (event.key === "?") this.help();

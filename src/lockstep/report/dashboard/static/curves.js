@@ -1,7 +1,7 @@
 // The view of curves: metrics found by name, in groups; one chart per metric with a curve per chosen run.
 
 import { change, onChange, state } from "./address.js";
-import { count, debounce, empty, h, paint, put } from "./dom.js";
+import { count, debounce, empty, h, paint, put, visible } from "./dom.js";
 import { Crosshair, Curve, LineChart } from "./line_chart.js";
 import { aborted, get, ofRun } from "./server.js";
 
@@ -157,7 +157,7 @@ export class CurvesView {
     }
     const pinned = state.metrics.includes(name);
     entry.pin.setAttribute("aria-pressed", String(pinned));
-    entry.pin.setAttribute("aria-label", `${pinned ? "Unpin" : "Pin"} ${name}`);
+    entry.pin.setAttribute("aria-label", visible(`${pinned ? "Unpin" : "Pin"} ${name}`));
     entry.pin.textContent = pinned ? "★" : "☆";
     return entry;
   }

@@ -1,5 +1,6 @@
 // Elements, text, numbers and paint jobs. Text of others enters the page here only, as text nodes.
 
+const SPOKEN = new Set(["title", "aria-label"]);
 const SVG = "http://www.w3.org/2000/svg";
 
 /** An element with attributes, listeners (`onclick`), properties (`.value`) and children; strings become text nodes. */
@@ -18,7 +19,7 @@ function fill(element, attributes, children) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name.startsWith(".")) element[name.slice(1)] = value;
     else if (name.startsWith("--")) element.style.setProperty(name, value);
-    else element.setAttribute(name, value === true ? "" : value);
+    else element.setAttribute(name, value === true ? "" : SPOKEN.has(name) ? visible(value) : value);
   }
   for (const child of children.flat(3)) {
     if (child === null || child === undefined || child === false) continue;

@@ -9,7 +9,9 @@ const HEAD = 28;
 const AXIS = 30;
 const REFRESH_MS = 5000;
 const COLLAPSE_ABOVE = 64;
-const STAGES = ["rollout", "train", "reward", "publish", "evaluate", "commit", "pack", "checkpoint"];
+/** Stages with a colour of their own, in the order of the tokens of series; the others take what is left. */
+const STAGES = ["rollout", "train", "reward", "publish", "evaluate", "checkpoint", "ledger", "pack", "logprobs", "copy"];
+const COLOURS = 14;
 
 export class GanttView {
   constructor(app) {
@@ -151,8 +153,8 @@ export class GanttView {
     if (!this.stageColours.has(stage)) {
       const known = STAGES.indexOf(stage);
       const taken = new Set(this.stageColours.values());
-      const free = [1, 2, 3, 4, 5, 7, 8, 6].map((at) => `--series-${at}`);
-      this.stageColours.set(stage, known >= 0 ? free[known] : free.find((token) => !taken.has(token)) || free[this.stageColours.size % 8]);
+      const tokens = Array.from({ length: COLOURS }, (_, at) => `--series-${at + 1}`);
+      this.stageColours.set(stage, tokens[known] || tokens.slice(STAGES.length).find((token) => !taken.has(token)) || tokens[this.stageColours.size % COLOURS]);
     }
     return this.stageColours.get(stage);
   }

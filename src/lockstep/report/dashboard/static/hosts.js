@@ -10,7 +10,7 @@ const RANKINGS = [
   ["name", "by name", (a, b) => a.name.localeCompare(b.name, "en", { numeric: true })],
   ["busy", "least busy first", (a, b) => mean(a, "utilisation", 1) - mean(b, "utilisation", 1)],
   ["hot", "hottest first", (a, b) => most(b, "temperature") - most(a, "temperature")],
-  ["errors", "errors first", (a, b) => errors(b) - errors(a) || a.name.localeCompare(b.name)],
+  ["errors", "errors first", (a, b) => errors(b) - errors(a) || a.name.localeCompare(b.name, "en", { numeric: true })],
 ];
 
 const mean = (host, field, missing) => (host.gpus.length ? host.gpus.reduce((sum, gpu) => sum + (gpu[field] ?? missing), 0) / host.gpus.length : missing);

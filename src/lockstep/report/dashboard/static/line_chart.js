@@ -1,6 +1,6 @@
 // A chart of curves over steps: band of lowest to highest, smoothing, log scale, zoom by drag, crosshair.
 
-import { FONT, announce, colour, formatNumber, h, number, paint, prepare, s } from "./dom.js";
+import { FONT, announce, colour, formatNumber, h, number, paint, prepare, s, visible } from "./dom.js";
 
 export const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3], [14, 4], [4, 2, 1, 2], [1, 2], [12, 3, 2, 3, 2, 3]];
 const HEIGHT = 190;
@@ -223,7 +223,7 @@ export class LineChart {
     for (const curve of this.curves) this.line(context, curve);
     context.restore();
     const ends = this.curves.map((curve) => `${curve.label}: last ${formatNumber(curve.values[curve.values.length - 1] ?? NaN)}`);
-    this.plot.setAttribute("aria-label", `${this.name}, steps ${this.x.range[0]} to ${this.x.range[1]}. ${ends.join("; ")}. Arrow keys move the cursor, plus zooms, zero shows all.`);
+    this.plot.setAttribute("aria-label", visible(`${this.name}, steps ${this.x.range[0]} to ${this.x.range[1]}. ${ends.join("; ")}. Arrow keys move the cursor, plus zooms, zero shows all.`));
   }
 
   axes(context, width) {
