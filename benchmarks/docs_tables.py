@@ -1,5 +1,5 @@
-"""Writes the tables of docs/weight-sync.md, engines.md, ppo.md, recorder.md and deepspeed.md from the committed
-results: `python -m benchmarks.docs_tables`.
+"""Writes the tables of docs/weight-sync.md, engines.md, ppo.md, recorder.md, run-folder.md and deepspeed.md from the
+committed results: `python -m benchmarks.docs_tables`.
 
 Needs none of the measured programs. A test compares the pages with the results. The goals were set before anything was
 measured; those that are not met are listed below each table.
@@ -17,6 +17,7 @@ from benchmarks.comparison_table import markdown, markdown_head
 from benchmarks.docs_markers import into_page
 from benchmarks.ppo_beside_grpo import table as ppo_table
 from benchmarks.recorder import table as recorder_table
+from benchmarks.run_folders import table as run_folders_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -174,6 +175,7 @@ TABLES: tuple[Table, ...] = (
     ("ppo.md", "ppo", "ppo.jsonl", ppo_table),
     ("recorder.md", "cost", "recorder.json", recorder_table),
     ("ppo.md", "lengths", response_length.RESULTS.name, response_length.table),
+    ("run-folder.md", "run_folders", "run_folders.jsonl", run_folders_table),
     ("deepspeed.md", "fsdp2", deepspeed_beside_fsdp2.RESULTS.name, deepspeed_beside_fsdp2.table),
 )
 """Page, name of its markers, file of results, and the function that makes the table."""

@@ -25,7 +25,12 @@ def command(
             help="Overrides values of the file; an index selects an item of a list: reward.terms.0.weight=2.",
         ),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder.")] = None,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="Resume the run in this folder, or in this store: s3://bucket/prefix/NAME."
+        ),
+    ] = None,
     parent: Annotated[
         str | None,
         typer.Option(
@@ -64,15 +69,21 @@ def command(
     """
     from lockstep.config.errors import ConfigError
     from lockstep.config.loader import load_config
+    from lockstep.ledger.store.object_store import is_store_url
 
+    stored = resume_from is not None and is_store_url(resume_from)
+    resume = None if resume_from is None or stored else Path(resume_from)
+    if stored and (submit is not None or dry_run):
+        raise typer.BadParameter("a run in a store cannot be resumed with --submit or --dry-run: restore it first",
+                                 param_hint="--resume")  # fmt: skip
     if gpus is not None and not dry_run:
         raise typer.BadParameter("requires --dry-run: a real run uses the GPUs of its host", param_hint="--gpus")
     if submit is not None and dry_run:
         raise typer.BadParameter("cannot be combined with --dry-run, which starts nothing", param_hint="--submit")
-    if parent is not None and (resume is not None or submit is not None):
+    if parent is not None and (resume_from is not None or submit is not None):
         raise typer.BadParameter("cannot be combined with --resume or --submit", param_hint="--from")
     values = list(overrides or [])
-    if (resume is not None or parent is not None) and file is not None and "=" in file:
+    if (resume_from is not None or parent is not None) and file is not None and "=" in file:
         values.insert(0, file)
         file = None
     try:
@@ -81,6 +92,8 @@ def command(
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
     require_extra("train", "lockstep train")
+    if resume_from is not None and stored:
+        resume = _restored(resume_from, values)
     if submit is not None:
         from lockstep.cli.train_submit import submit_run
 
@@ -101,6 +114,19 @@ def command(
 
         raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus, parent))
     raise typer.Exit(run_training(config, resume, values, agent, parent))
+
+
+def _restored(url: str, overrides: list[str]) -> Path:
+    """Makes the folder of a run from its store, and returns it. Exits if it cannot be."""
+    from lockstep.ledger.errors import LedgerError
+    from lockstep.ledger.store.restore import restore_run
+
+    parents = [Path(each.removeprefix("folder=")) for each in overrides if each.startswith("folder=")]
+    try:
+        return restore_run(url, parents[-1] if parents else None, show_progress)
+    except (LedgerError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
 
 
 def _stored_config(run: Path, overrides: list[str]) -> "RunConfig | None":
