@@ -216,13 +216,14 @@ def measure(work: Callable[[], Any]) -> dict[str, float]:
     before = peak[0]
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    began = time.monotonic()
+    began, cpu = time.monotonic(), time.process_time()
     work()
-    seconds = time.monotonic() - began
+    seconds, cpu = time.monotonic() - began, time.process_time() - cpu
     done.set()
     watcher.join(1)
     return {
         "seconds": round(seconds, 3),
+        "cpu_s": round(cpu, 3),
         "mib": round(max(peak[0] - before, 0) / 2**20, 1),
         "rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
     }
@@ -246,14 +247,14 @@ def measured(operation: str, folder: Path, path: Path | None = None) -> dict[str
 def table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """One row per operation and size; columns for each label."""
     labels = list(dict.fromkeys(line["label"] for line in lines))
-    heads = [head for label in labels for head in (f"{label}: s", f"{label}: MiB")]
+    heads = [f"{label}: {unit}" for label in labels for unit in ("s", "CPU s", "MiB")]
     out = markdown_head("what", *heads)
     for what in dict.fromkeys(line["what"] for line in lines):
         cells = []
         for label in labels:
             found = [line for line in lines if line["what"] == what and line["label"] == label]
-            cells += [f"{statistics.median(f[key] for f in found):,.{digits}f}" if found else ""
-                      for key, digits in (("seconds", 2), ("mib", 0))]  # fmt: skip
+            for key, digits in (("seconds", 1), ("cpu_s", 1), ("mib", 0)):
+                cells.append(f"{statistics.median(each[key] for each in found):,.{digits}f}" if found else "")
         out.append(markdown(what, *cells))
     about = lines[-1]
     loads = [line["load"] for line in lines]

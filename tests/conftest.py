@@ -22,6 +22,7 @@ except ImportError:  # pytest before 9.2
 
 if TYPE_CHECKING:
     from lockstep.cluster.local_cluster import LocalCluster
+    from s3_server import S3Server
 
 UNIT = Path(__file__).with_name("unit")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -79,3 +80,29 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> "Iterator[S3Server]":
+    """An S3 server on the loopback interface; skips where the extra `s3` or moto is not installed."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    from s3_server import start_server
+
+    server = start_server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3_url(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The address of an empty prefix there; the environment has its credentials."""
+    import s3fs
+
+    from s3_server import KEYS
+
+    for name, value in (*KEYS.items(), ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_server.port}")):
+        monkeypatch.setenv(name, value)
+    bucket = f"b{abs(hash(request.node.nodeid))}"
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+    return f"s3://{bucket}/runs"

@@ -8,7 +8,7 @@ import typer
 from lockstep.base.text import count_noun
 from lockstep.cli import OWN_PROCESS
 from lockstep.cli.terminal import REFUSED, LogFormatOption, require_extra, show_progress, show_refusal
-from lockstep.report.json_console import LogFormat, open_event_log
+from lockstep.report.json_console import EventLog, LogFormat, open_event_log
 
 if TYPE_CHECKING:
     from lockstep.config.run_config import RunConfig
@@ -26,7 +26,12 @@ def command(
             help="Overrides values of the file; an index selects an item of a list: reward.terms.0.weight=2.",
         ),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder.")] = None,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="Resume the run in this folder, or in this store: s3://bucket/prefix/NAME."
+        ),
+    ] = None,
     parent: Annotated[
         str | None,
         typer.Option(
@@ -66,15 +71,21 @@ def command(
     """
     from lockstep.config.errors import ConfigError
     from lockstep.config.loader import load_config
+    from lockstep.ledger.store.object_store import is_store_url
 
+    stored = resume_from is not None and is_store_url(resume_from)
+    resume = None if resume_from is None or stored else Path(resume_from)
+    if stored and (submit is not None or dry_run):
+        raise typer.BadParameter("a run in a store cannot be resumed with --submit or --dry-run: restore it first",
+                                 param_hint="--resume")  # fmt: skip
     if gpus is not None and not dry_run:
         raise typer.BadParameter("requires --dry-run: a real run uses the GPUs of its host", param_hint="--gpus")
     if submit is not None and dry_run:
         raise typer.BadParameter("cannot be combined with --dry-run, which starts nothing", param_hint="--submit")
-    if parent is not None and (resume is not None or submit is not None):
+    if parent is not None and (resume_from is not None or submit is not None):
         raise typer.BadParameter("cannot be combined with --resume or --submit", param_hint="--from")
     values, events = list(overrides or []), open_event_log(log_format, "submit" if submit else "controller")
-    if (resume is not None or parent is not None) and file is not None and "=" in file:
+    if (resume_from is not None or parent is not None) and file is not None and "=" in file:
         values.insert(0, file)
         file = None
     try:
@@ -83,6 +94,8 @@ def command(
         show_refusal(error, events)
         raise typer.Exit(REFUSED) from error
     require_extra("train", "lockstep train", events)
+    if resume_from is not None and stored:
+        resume = _restored(resume_from, values, events)
     if submit is not None:
         from lockstep.cli.train_submit import submit_run
 
@@ -103,6 +116,19 @@ def command(
 
         raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus, parent))
     raise typer.Exit(run_training(config, resume, values, agent, parent, events))
+
+
+def _restored(url: str, overrides: list[str], events: EventLog | None) -> Path:
+    """Makes the folder of a run from its store, and returns it. Exits if it cannot be."""
+    from lockstep.ledger.errors import LedgerError
+    from lockstep.ledger.store.restore import restore_run
+
+    parents = [Path(each.removeprefix("folder=")) for each in overrides if each.startswith("folder=")]
+    try:
+        return restore_run(url, parents[-1] if parents else None, lambda text: show_progress(text, events))
+    except (LedgerError, OSError) as error:
+        show_refusal(error, events)
+        raise typer.Exit(REFUSED) from error
 
 
 def _stored_config(run: Path, overrides: list[str]) -> "RunConfig | None":

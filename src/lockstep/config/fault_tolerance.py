@@ -1,8 +1,8 @@
 """What the supervisor watches for, and what is restarted after a failure."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.section import Section
 
@@ -50,3 +50,32 @@ class WatchConfig(Section):
     on_stall: Literal["report", "dump", "recover"] = "recover"
     """The action on a confirmed stall: write an incident (`report`), with native stacks (`dump`), or also pass it to
     `recovery` and release the ranks that wait for it in a collective (`recover`)."""
+
+
+class StoreConfig(Section):
+    """Where the run is copied while it trains, so that another machine can resume it (docs/stores.md). The address
+    alone will do: `store: s3://bucket/prefix`."""
+
+    url: str
+    """`s3://BUCKET/PREFIX`, for any S3-compatible store, or `file:///FOLDER` on a disk that machines share. The run is
+    below it, by its name. Credentials come from the AWS environment or profile, never from here."""
+    finish_s: float = Field(300.0, gt=0)
+    """How long the end of the run waits for uploads that move no bytes, before it says what is missing and fails."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, values: Any) -> Any:
+        return {"url": values} if isinstance(values, str) else values
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        protocol, _, rest = url.partition("://")
+        if protocol not in ("s3", "file", "memory") or not rest.strip("/"):
+            raise ValueError(f"{protocol or url!r} is no store: write s3://BUCKET/PREFIX or file:///FOLDER")
+        if protocol == "file" and not rest.startswith("/"):
+            raise ValueError(f"{url!r} is not absolute: write file:///FOLDER")
+        if "@" in rest.partition("/")[0]:
+            remedy = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            raise ValueError(f"the address of a store has no credentials: {remedy}")
+        return url

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from lockstep.config.algorithm import FilterGroups, ObjectiveConfig
 from lockstep.config.cluster import ClusterConfig, LocalClusterConfig, PlacementConfig
 from lockstep.config.data import DatasetConfig, ProceduralTask, TrainingDataConfig
-from lockstep.config.fault_tolerance import RecoveryConfig, WatchConfig
+from lockstep.config.fault_tolerance import RecoveryConfig, StoreConfig, WatchConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.reward import RewardConfig
 from lockstep.config.roles import REWARD_MODEL
@@ -169,6 +169,7 @@ class RunConfig(Section):
     """Tokens per packed row, which sets the memory of a micro-batch."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    store: StoreConfig | None = None
     evaluation: EvaluationConfig | None = None
     early_stopping: EarlyStoppingConfig | None = None
     rollout: RolloutConfig = RolloutConfig()

@@ -19,6 +19,7 @@ _NO_EFFECT = (
     "folder",
     "folder_access",
     "checkpoint",
+    "store",
     "report",
     "tracking",
     "cluster",

@@ -52,6 +52,18 @@ class Retention:
             self.step_path(step).unlink(missing_ok=True)
         return steps
 
+    def step_digests(self) -> dict[int, str]:
+        """Returns the sha256 of every step file that is kept, by step."""
+        return dict(self._index.rows("SELECT step, sha256 FROM steps WHERE NOT removed ORDER BY step"))
+
+    def draws(self) -> int:
+        """Returns how many requests for prompts got positions in the data."""
+        return int(self._index.rows("SELECT count(*) FROM draws")[0][0])
+
+    def copy_index(self, target: Path, first: int) -> None:
+        """Writes a copy of the index for a folder without the step files of steps below `first`."""
+        self._index.copy(target, ("UPDATE steps SET removed = 1 WHERE step < ?", first))
+
     def can_repeat_after(self, step: int) -> bool:
         """Returns whether the steps after this one can run again: no step file of theirs is deleted. A run that
         generates nothing has none."""

@@ -252,6 +252,21 @@ class LedgerIndex:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def copy(self, target: Path, change: tuple[str, Any]) -> None:
+        """Writes a consistent copy of the index, with a change, also while another process writes.
+
+        Args:
+            change: a statement and its argument.
+        """
+        with _sqlite_errors(target):
+            connection = sqlite3.connect(target, isolation_level=None)
+            try:
+                self._connection.backup(connection)
+                connection.execute("PRAGMA journal_mode = TRUNCATE")
+                connection.execute(change[0], (change[1],))
+            finally:
+                connection.close()
+
     def close(self) -> None:
         """Idempotent."""
         self._connection.close()

@@ -24,6 +24,7 @@ from lockstep.config.serve_role import reward_model_roles
 from lockstep.config.train_role import TrainRole
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.store.mirror import StoreMirror, claim_store, mirrored
 from lockstep.report.run_summary import package_versions
 from lockstep.report.step_callbacks import StepCallbacks
 from lockstep.rewards.model_reward import ServedModelTerm
@@ -76,7 +77,7 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
         RemoteError, WorkerDied, RewardError: a role of a resumed run could not start.
     """
     raise_descriptor_limit()
-    ledger = _open_ledger(prepared)
+    ledger, mirror = _open_ledger(prepared)
     started = False
     try:
         with ExitStack() as stack:
@@ -97,6 +98,8 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
             reporter = RunReporter(prepared.config, prepared.folder, ledger, name, prepared.events)
             stack.callback(reporter.close)
             stack.enter_context(controller_logging(prepared.folder / "logs" / "controller.log", reporter.console))
+            exports = [export.folder for export in prepared.config.exports]
+            stack.enter_context(mirrored(mirror, ledger, exports, reporter.console.warning))
             run = stack.enter_context(_start_run(prepared, ledger, reporter, interrupt, name, inherited))
             stack.enter_context(finalize_run(run))
             started = True
@@ -182,12 +185,15 @@ _FOLDER_MODES: Mapping[str, Callable[[], int]] = {
 }
 
 
-def _open_ledger(prepared: PreparedRun) -> Ledger:
-    config = prepared.config.model_dump(mode="json")
+def _open_ledger(prepared: PreparedRun) -> tuple[Ledger, StoreMirror | None]:
+    """Opens the ledger, and becomes the writer of the run's copy in its store before anything is written."""
+    config, folder = prepared.config, prepared.folder
     try:
+        mirror = claim_store(config.store, config.name, config.folder, folder if prepared.resuming else None)
+        values = config.model_dump(mode="json")
         if prepared.resuming:
-            return Ledger.resume(prepared.folder, config)
-        return Ledger.create(prepared.folder, config, _FOLDER_MODES[prepared.config.folder_access]())
+            return Ledger.resume(folder, values), mirror
+        return Ledger.create(folder, values, _FOLDER_MODES[config.folder_access]()), mirror
     except (LedgerError, OSError) as error:
         raise RunRefused(str(error)) from error
 

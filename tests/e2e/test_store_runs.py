@@ -1,0 +1,53 @@
+"""A run is killed, its machine is lost, and another one resumes it from the store alone: with the same result."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from harness import Launched
+from resume_scenarios import InterruptedRun, References, metrics
+
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.store.manifest import newest_manifest
+from lockstep.ledger.store.object_store import open_store
+
+
+def kill_when_stored(run: InterruptedRun, url: str, step: str) -> None:
+    """Kills the run as soon as its store has a step file."""
+    launched, deadline = Launched.start(run.run, str(run.file), cold=True), time.monotonic() + 240
+    while time.monotonic() < deadline:
+        newest = newest_manifest(open_store(url))
+        if newest is not None and any(file.path == f"steps/{step}.arrow" for file in newest.files):
+            launched.kill()
+            return
+        assert launched.process.poll() is None, launched.text()
+        time.sleep(0.02)
+    pytest.fail("the store never got the step")
+
+
+def resumed_elsewhere(reference: References, tmp_path: Path, base: str) -> None:
+    run = InterruptedRun(reference("grpo"), tmp_path, "grpo", store=base)
+    url = f"{base}/{run.run.name}"
+    kill_when_stored(run, url, "00000005")
+    shutil.rmtree(run.run.parent)  # the machine is lost
+    launched = Launched.start(run.run, "--resume", url, cold=True)
+    assert launched.finish() == 0, launched.text()
+    run.compare()
+    files = {file.path for file in newest_manifest(open_store(url)).files}
+    assert {"summary.json", "report.html", "metrics.jsonl", "export/model.safetensors"} <= files
+    with Ledger.reader(run.run) as ledger:
+        assert ledger.steps_done() == 8
+    assert len(metrics(run.run)) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_grpo_from_a_shared_folder(reference: References, tmp_path: Path) -> None:
+    resumed_elsewhere(reference, tmp_path, f"file://{tmp_path}/shared")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_grpo_from_an_s3_server(reference: References, tmp_path: Path, s3_url: str) -> None:
+    resumed_elsewhere(reference, tmp_path, s3_url)
