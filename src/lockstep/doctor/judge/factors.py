@@ -99,7 +99,7 @@ def same_line(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """Its lines say something more specific."""
     rivals = [each for each in job.hypotheses
               if each is not one and each.signed and each.cls not in NO_FAULT
-              and each.victim <= one.victim]  # fmt: skip
+              and each.victim <= one.victim and each.signed[0] not in each.explained]  # fmt: skip
     own = max(_strength(one, job) or 0.0, *(each.weight for each in one.proposed), 0.0)
     sites = one.sites & job.raised.keys() or one.sites
     return any(sites <= each.sites and (_strength(each, job) or 0.0) > own for each in rivals) if sites else None

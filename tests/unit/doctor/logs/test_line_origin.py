@@ -75,7 +75,7 @@ from lockstep.doctor.logs.timestamps import TimestampParser
         ("ERROR:2025-08-18 05:30:00,123:[Rank 3] words", LineOrigin(3), " words"),
         ("ERROR 2025-08-18 05:30:00,123 [R3] words", LineOrigin(3), " words"),
         ("E 2025-08-18 05:30:00 rank3: words", LineOrigin(3), " words"),
-        ("E0818 05:30:00.123456 4711 trainer.py:42] [rank 3] words", LineOrigin(3), " words"),
+        ("E0818 05:30:00.123456 4711 trainer.py:42] [rank 3] words", LineOrigin(3, pid=4711), " words"),
         ("[NeMo E 2025-08-18 05:30:00 trainer:42] rank 3: words", LineOrigin(3), " words"),
         ("[titan] 2025-08-18 05:30:00,123 - root - ERROR - [rank 3] words", LineOrigin(3), " words"),
         ("[2025-08-18 05:30:00 DP1 TP3] words", LineOrigin(3), " words"),
