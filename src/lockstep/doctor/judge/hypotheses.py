@@ -46,7 +46,8 @@ class Candidate:
     @property
     def sites(self) -> set[Site]:
         """The lines that it rests on."""
-        return {(each.file, each.line) for each in [*self.matches, *self.facts] if each.line is not None}
+        rests_on: list[RuleMatch | Fact] = [*self.matches, *self.facts]
+        return {(each.file, each.line) for each in rests_on if each.line is not None}
 
 
 @dataclass
