@@ -18,11 +18,15 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.watch.agent.timeline_follower import TimelineFollower
 from lockstep.watch.attach.run_observer import run_of_process
+from lockstep.watch.beacon.beacon_records import SEPARATOR
+from lockstep.watch.beacon.call_ring import pack_text_numbers
 from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.beacon.span_ring import SpanKind
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
-from lockstep.watch.supervisor.timeline_capture import CaptureRequest, request_capture
+from lockstep.watch.supervisor.agent_connections import parse_report
+from lockstep.watch.supervisor.timeline_capture import CaptureRequest, answer_line, request_capture
 
 WARM_UP_S = 8.0
 
@@ -124,6 +128,30 @@ def span_us(loops: int = 50_000) -> float:
         close_beacon(remove=True)
 
 
+def call_us(calls: int = 90, rounds: int = 300) -> float:
+    """CPU microseconds of agent and supervisor per captured collective, the least of all rounds: the agent reads a rank
+    that has made so many since the last time, and the supervisor writes the answer. Other load does not change it."""
+    beacon = open_beacon(f"overhead-{os.getpid()}", "policy-0", "policy", 0)
+    try:
+        rings = beacon.call_rings()
+        slot = rings.open_slot(11, 22, "0", "fsdp", "gloo", 2, 0)
+        assert slot is not None
+        label = rings.text(SEPARATOR.join(["all_reduce", "float32", "", "", "[1024]"]))
+        texts = pack_text_numbers(label, rings.text("/a/train.py:31 in f"))
+        follower, costs, made = TimelineFollower(), [], 0
+        for _ in range(rounds):
+            for _ in range(calls):
+                made += 1
+                slot.leave(slot.enter(made, made, 7, texts))
+            began = time.process_time_ns()
+            frame = json.dumps({"reply": "1", **follower.read([beacon.path])}).encode()
+            answer_line("host", 0, parse_report(frame), ())
+            costs.append((time.process_time_ns() - began) / calls / 1e3)
+        return min(costs[5:])
+    finally:
+        close_beacon(remove=True)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--pairs", type=int, default=6)
@@ -133,13 +161,19 @@ def main() -> None:
     options.add_argument(
         "--autogroup", default="", help="nice value of the ranks' sessions, on a machine with other load"
     )
+    options.add_argument(
+        "--calls-only", action="store_true", help="only measure what reading and writing a call costs, without a job"
+    )
     options.add_argument("--save", type=Path, help="a JSON file for the figures")
     options.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.job:
         job(given.reductions, given.size)
         return
-    span = span_us()
+    if given.calls_only:
+        _show({f"us per call in reads of {calls}": round(call_us(calls), 2) for calls in (30, 90, 180)}, given.save)
+        return
+    span, call = span_us(), call_us()
     with tempfile.TemporaryDirectory() as folder:
         windows, steps = measure(
             given.pairs, given.seconds, given.reductions, given.size, given.autogroup, Path(folder)
@@ -160,11 +194,16 @@ def main() -> None:
         "ratio": round(median[True] / median[False], 5), "span us": round(span, 3),
         "monitor cores without": round(cpu[False], 4), "monitor cores with": round(cpu[True], 4),
         "monitor us per captured call": round(more_cpu_us / calls, 2),
+        "of which reading and writing it": round(call, 2),
     }  # fmt: skip
+    _show(figures, given.save)
+
+
+def _show(figures: dict[str, float], save: Path | None) -> None:
     for name, value in figures.items():
         print(f"{name:38} {value}")
-    if given.save is not None:
-        given.save.write_text(json.dumps(figures, indent=1) + "\n")
+    if save is not None:
+        save.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

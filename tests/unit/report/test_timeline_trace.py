@@ -208,7 +208,9 @@ def test_the_bytes_on_the_bus(operation: str, moved: float | None) -> None:
 BINARY = os.environ.get("PERFETTO_TRACE_PROCESSOR") or shutil.which("trace_processor_shell")
 
 
-@pytest.mark.skipif(BINARY is None, reason="PERFETTO_TRACE_PROCESSOR names no trace_processor_shell")
+@pytest.mark.skipif(
+    BINARY is None, reason="PERFETTO_TRACE_PROCESSOR names no trace_processor_shell, of which PyPI has none"
+)
 def test_perfetto_reads_the_trace(tmp_path: Path) -> None:
     perfetto = pytest.importorskip("perfetto.trace_processor")
     calls = [[call(1, 10 * MS, 32 * MS)], [call(1, 30 * MS, 32 * MS)]]
