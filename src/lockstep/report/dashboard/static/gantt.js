@@ -129,9 +129,11 @@ export class GanttView {
     }
     let [from, to] = [Infinity, -Infinity];
     const seconds = new Map();
+    const single = this.rows.every((row) => row.spans.length < 2);
     for (const row of this.rows) {
       for (const span of row.spans) {
-        from = Math.min(from, span.start);
+        // One stage that has lasted since the start, such as a supervisor's, would squeeze all others.
+        if (single || row.spans.length > 1) from = Math.min(from, span.start);
         to = Math.max(to, span.end);
         seconds.set(span.stage, (seconds.get(span.stage) || 0) + span.end - span.start);
       }

@@ -8,6 +8,7 @@ import { difference } from "./word_diff.js";
 const PAGE = 25;
 const SHOWN = 4000;
 const MORE = 40000;
+const MOST_PAIRS = 8;
 
 export class SamplesView {
   constructor(app) {
@@ -111,8 +112,8 @@ export class SamplesView {
     put(this.comparison, h("section", { class: "card compare", "aria-label": "Comparison of two steps", tabindex: "-1" },
       h("div", { class: "head" }, h("h2", {}, "Same prompt, two steps"), h("label", {}, "step", first), h("label", {}, "against", second),
         h("button", { type: "button", class: "icon", "aria-label": "Close the comparison", onclick: () => { put(this.comparison); this.find.focus(); } }, "×")), h("div", { class: "box" }, textBox("prompt", sample.prompt)), result));
-    this.comparison.firstChild.focus();
-    this.comparison.scrollIntoView({ block: "start" });
+    this.comparison.firstChild.focus({ preventScroll: true });
+    this.comparison.firstChild.scrollIntoView({ block: "start" });
     load();
   }
 }
@@ -137,14 +138,14 @@ function textBox(label, text) {
 }
 
 function comparisonOf(data, a, b) {
-  const most = Math.max(data.a.length, data.b.length);
-  if (!most) return h("p", { class: "muted" }, "Neither step has this prompt.");
-  const pairs = Array.from({ length: Math.min(most, 8) }, (_, at) => [data.a[at], data.b[at]]);
+  if (!data.a.length && !data.b.length) return h("p", { class: "muted" }, "Neither step has this prompt.");
+  const most = Math.max(1, Math.min(data.a.length, data.b.length, MOST_PAIRS));
+  const pairs = Array.from({ length: most }, (_, at) => [data.a[at], data.b[at]]);
   return pairs.map(([one, two]) => {
     const parts = one && two ? difference(one.completion.slice(0, MORE), two.completion.slice(0, MORE)) : null;
     const side = (sample, step, kind) => h("div", { class: "box" }, h("div", { class: "head" }, h("span", { class: "tag" }, `step ${step}`), sample && rewardPill(sample.reward)),
       sample ? h("pre", { dir: "auto" }, parts ? parts.filter(([each]) => each === "same" || each === kind).map(([each, text]) => (each === "same" ? text : h(kind === "gone" ? "del" : "ins", {}, text))) : sample.completion.slice(0, SHOWN))
-        : h("p", { class: "muted" }, "no sample of this prompt at this step"));
+        : h("p", { class: "muted" }, "No sample of this prompt in this step: choose another one."));
     return h("div", { class: "two" }, side(one, a, "gone"), side(two, b, "new"));
   });
 }

@@ -50,18 +50,23 @@ export function grouped(nodes, edges, most = SHOWN_ONE_BY_ONE) {
   return { groups: [...groups.values()], links: [...links.values()] };
 }
 
-/** Places the groups: one column per role, its culprits in a column of their own; who is waited for stands further right. */
+/**
+ * Places the groups in layers: who waits for nobody stands furthest right, and left of it who waits for it. A role stands
+ * together in its layer, its culprits by themselves; roles without any wait stand in a layer of their own at the end.
+ */
 export function layout(groups, links) {
-  const column = (group) => `${group.culprit ? "!" : ""}${group.role}`;
-  const columns = new Map();
+  const roleOf = (group) => `${group.culprit ? "!" : ""}${group.role}`;
+  const roles = new Map();
   for (const group of groups) {
-    if (!columns.has(column(group))) columns.set(column(group), []);
-    columns.get(column(group)).push(group);
+    if (!roles.has(roleOf(group))) roles.set(roleOf(group), []);
+    roles.get(roleOf(group)).push(group);
   }
   const byKey = new Map(groups.map((group) => [group.key, group]));
-  const next = new Map([...columns.keys()].map((key) => [key, new Set()]));
+  const next = new Map([...roles.keys()].map((key) => [key, new Set()]));
+  const linked = new Set();
   for (const link of links) {
-    const [from, to] = [column(byKey.get(link.from)), column(byKey.get(link.to))];
+    const [from, to] = [roleOf(byKey.get(link.from)), roleOf(byKey.get(link.to))];
+    linked.add(from).add(to);
     if (from !== to) next.get(from).add(to);
   }
   const depth = new Map();
@@ -74,25 +79,26 @@ export function layout(groups, links) {
     depth.set(key, found);
     return found;
   };
-  const order = [...columns.keys()].sort((a, b) => measure(b, new Set()) - measure(a, new Set()) || a.localeCompare(b));
-  const tallest = Math.max(...[...columns.values()].map((members) => members.length), 1);
+  const layers = new Map();
+  for (const key of [...roles.keys()].sort()) {
+    const layer = linked.size && !linked.has(key) ? -1 : measure(key, new Set());
+    if (!layers.has(layer)) layers.set(layer, []);
+    layers.get(layer).push(key);
+  }
+  const tall = (keys) => keys.reduce((sum, key) => sum + NODE.caption + roles.get(key).length * (NODE.height + NODE.gap), 0) - NODE.gap;
+  const tallest = Math.max(...[...layers.values()].map(tall));
+  const captions = [];
   let x = NODE.pad;
-  for (const key of order) {
-    const members = columns.get(key);
-    const pull = (group) => {
-      const ends = links.filter((link) => link.to === group.key).map((link) => byKey.get(link.from).y).filter((y) => y !== undefined);
-      return ends.length ? ends.reduce((sum, y) => sum + y, 0) / ends.length : 0;
-    };
-    members.map((group) => [pull(group), group]).sort((a, b) => a[0] - b[0]).forEach(([, group], at) => { members[at] = group; });
-    const start = NODE.pad + NODE.caption + ((tallest - members.length) * (NODE.height + NODE.gap)) / 2;
-    members.forEach((group, at) => { group.x = x; group.y = start + at * (NODE.height + NODE.gap); });
+  for (const layer of [...layers.keys()].sort((a, b) => b - a)) {
+    let y = NODE.pad + (tallest - tall(layers.get(layer))) / 2;
+    for (const key of layers.get(layer)) {
+      captions.push({ text: `${key.replace(/^!/, "")}${key.startsWith("!") ? ", culprit" : ""}`, x, y: y + NODE.caption - 10 });
+      y += NODE.caption;
+      for (const group of roles.get(key)) { group.x = x; group.y = y; y += NODE.height + NODE.gap; }
+    }
     x += NODE.width + NODE.between;
   }
-  return {
-    width: Math.max(x - NODE.between + NODE.pad, 320),
-    height: 2 * NODE.pad + NODE.caption + 12 + tallest * (NODE.height + NODE.gap) - NODE.gap,
-    captions: order.map((key) => ({ text: `${key.replace(/^!/, "")}${key.startsWith("!") ? ", culprit" : ""}`, x: columns.get(key)[0].x, y: Math.min(...columns.get(key).map((group) => group.y)) - 10 })),
-  };
+  return { width: Math.max(x - NODE.between + NODE.pad, 320), height: 2 * NODE.pad + 24 + tallest, captions };
 }
 
 export class WaitGraphView {
