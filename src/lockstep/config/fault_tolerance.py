@@ -53,8 +53,8 @@ class WatchConfig(Section):
 
 
 class StoreConfig(Section):
-    """Where the run is copied while it trains, so that another machine can resume it (docs/stores.md). The address alone
-    will do: `store: s3://bucket/prefix`."""
+    """Where the run is copied while it trains, so that another machine can resume it (docs/stores.md). The address
+    alone will do: `store: s3://bucket/prefix`."""
 
     url: str
     """`s3://BUCKET/PREFIX`, for any S3-compatible store, or `file:///FOLDER` on a disk that machines share. The run is
