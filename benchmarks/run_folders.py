@@ -247,18 +247,16 @@ def measured(operation: str, folder: Path, path: Path | None = None) -> dict[str
 def table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """One row per operation and size; columns for each label."""
     labels = list(dict.fromkeys(line["label"] for line in lines))
-    heads = [f"{label}: {unit}" for label in labels for unit in ("s", "CPU s", "MiB")]
-    out = markdown_head("what", *heads)
+    out = markdown_head("what", *(f"{label}: {unit}" for label in labels for unit in ("s", "MiB")))
     for what in dict.fromkeys(line["what"] for line in lines):
         cells = []
         for label in labels:
             found = [line for line in lines if line["what"] == what and line["label"] == label]
-            for key, digits in (("seconds", 1), ("cpu_s", 1), ("mib", 0)):
+            for key, digits in (("seconds", 1), ("mib", 0)):
                 cells.append(f"{statistics.median(each[key] for each in found):,.{digits}f}" if found else "")
         out.append(markdown(what, *cells))
-    about = lines[-1]
-    loads = [line["load"] for line in lines]
-    return [*out, "", f"{about['cores']} cores, load average {min(loads):.1f} to {max(loads):.1f}."]
+    loads = [line["load"] for line in lines if line["load"] is not None]
+    return [*out, "", f"{lines[-1]['cores']} cores, load average {min(loads):.1f} to {max(loads):.1f}."]
 
 
 def config_of(folder: Path, data: Path, steps: int) -> dict[str, Any]:
