@@ -30,8 +30,10 @@ FLOORS: dict[tuple[str, Callable[[ReadCase], object]], tuple[int, int]] = {
     ("development", by_family): (15, 6),
     ("held_out", by_case): (17, 9),
     ("held_out", by_family): (15, 7),
-    ("ran", by_case): (202, 48),
-    ("ran", by_family): (188, 45),
+    ("ran", by_case): (213, 49),
+    ("ran", by_family): (196, 46),
+    ("set_aside", by_case): (57, 15),
+    ("set_aside", by_family): (55, 15),
 }
 """Right classes and culprits of a corpus, with the signatures of each case or family left out. They may only rise."""
 
@@ -48,7 +50,7 @@ def cases(rules: KnowledgeBase) -> list[ReadCase]:
 
 @pytest.mark.parametrize(
     ("corpus", "group"),
-    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] == "ran" else []) for each in FLOORS],
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] in ("ran", "set_aside") else []) for each in FLOORS],
 )
 def test_verdicts_do_not_rest_on_signatures_of_one_case(
     corpus: str, group: Callable[[ReadCase], object], rules: KnowledgeBase

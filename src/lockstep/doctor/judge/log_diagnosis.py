@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep.doctor.judge import collective_waits, prior_verdicts
 from lockstep.doctor.judge.culprits import find_culprits
+from lockstep.doctor.judge.detectors.first_exception import exception_candidates
 from lockstep.doctor.judge.detectors.rank_differences import difference_candidates, stack_candidates
 from lockstep.doctor.judge.detectors.similar_text import similar_candidates
 from lockstep.doctor.judge.detectors.timeout_structure import structure_candidates
@@ -35,7 +36,7 @@ _MIN_CHARS = 4
 _LINES_PER_RULE, _FIRST_FACTS, _VICTIM_FACTS = 3, 4, 2
 _FACTORS = "inference"
 """The source of the evidence that says what decided."""
-_DETECTORS = (difference_candidates, structure_candidates, stack_candidates)
+_DETECTORS = (difference_candidates, exception_candidates, structure_candidates, stack_candidates)
 _KIND_OF_CLASS = {
     "uneven_data": VerdictKind.MISMATCH,
     "rank_divergent_branch": VerdictKind.MISMATCH,

@@ -22,26 +22,11 @@ from lockstep.doctor.judge.collective_waits import (
 from lockstep.doctor.judge.culprits import ended_by_signal, likely_first_failures, was_terminated
 from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
-from lockstep.doctor.logs.line_origin import LineOrigin
-from lockstep.doctor.logs.parsed_log import ParsedLog, TailLine
-from lockstep.doctor.logs.stack_traces import Traceback, is_primary
+from lockstep.doctor.logs.parsed_log import TailLine
+from lockstep.doctor.logs.stack_traces import is_primary
 from lockstep.doctor.logs.step_progress import last_step_by_rank
 from lockstep.watch.diagnosis.verdict import Fact
 
-_VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
-_VLLM_FILE = re.compile(r"(?:site|dist)-packages/vllm/|/vllm/(?:v1|engine|executor|worker|model_executor|entrypoints)/")
-"""Files of vLLM itself, not of a trainer in a folder of that name."""
-_REJECTING = re.compile(
-    r"^(?:[\w.]+\.)?(?:ValueError|TypeError|RuntimeError|AssertionError|NotImplementedError"
-    r"|\w*(?:[Cc]onfig|Argument|Usage|Validation)\w*(?:Error|Exception))$"
-)
-"""Exceptions with which a library rejects what it was given."""
-_SETTING_UP = re.compile(r"(?i)init|setup|set_up|config|parse|valid|check|resolve|create|build|_new_|_missing_")
-_OF_SYSTEM = re.compile(
-    r"CUDA|NCCL|cu[A-Z][a-z]|HIP|driver|out of memory|shared memory|[Cc]onnect|[Tt]imed? ?out|shm|[Ee]rrno|in use"
-    r"|No space|\bfile\b|archive|denied"
-)
-"""Messages about a device, a connection, memory or files, which no setting explains."""
 _FINAL_PHASE = re.compile(
     r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of"
 )
@@ -117,7 +102,6 @@ def _late_ranks(history: JobHistory, waits: Mapping[int, CollectiveWait]) -> fro
 
 def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
     """Yields candidates from where the ranks waited."""
-    yield from _first_exception(history)
     waiting = find_waiting_ranks(history)
     if not waiting.timed_out:
         yield from _left_early(waiting)
@@ -137,40 +121,6 @@ def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
 def _only_root_is_ahead(groups: Sequence[Sequence[CollectiveWait]]) -> bool:
     """Whether all but one of the waiting ranks wait in a broadcast, whose root need not wait for it."""
     return groups[0][0].operation == "broadcast" and len(groups) == _PAIR and len(groups[1]) == 1
-
-
-def _first_exception(history: JobHistory) -> Iterator[Candidate]:
-    """Yields a candidate for the first exception that neither ended a wait nor wraps another exception."""
-    found = [(when if when is not None else float("inf"), log.source, traceback.number, origin, traceback, log)
-             for origin, when, traceback, log in history.tracebacks if is_primary(traceback)]  # fmt: skip
-    if not found:
-        return
-    _, _, _, raiser, traceback, log = min(found, key=lambda each: each[:3])
-    fact = Fact(traceback.text, file=log.name, line=traceback.number)
-    text = f"{f'Rank {raiser.rank}' if raiser.rank is not None else 'A process'} raised {traceback.type}"
-    text += f" in {traceback.where}." if traceback.where else "."
-    culprits = None if raiser.rank is None else (raiser.rank,)
-    if _VLLM.search(raiser.role) or (traceback.frames and _VLLM_FILE.search(traceback.frames[-1].file)):
-        yield Candidate("vllm_engine_failure", 0.5, [], culprits, "", text, [fact])
-        return
-    if _rejects_setting(history, raiser, traceback, log):
-        yield Candidate("config_error", 0.65, [], (), "", text, [fact])
-        return
-    victims = bool(history.facts("peer_lost") or history.timeouts) and raiser.rank is not None
-    yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
-
-
-def _rejects_setting(history: JobHistory, raiser: LineOrigin, found: Traceback, log: ParsedLog) -> bool:
-    """Whether a library raised the exception while it was set up, before the process made a step."""
-    last = found.frames[-1] if found.frames else None
-    if last is None or "-packages/" not in last.file or not _REJECTING.match(found.type):
-        return False
-    if _OF_SYSTEM.search(found.message) or not (last.source.startswith("raise ") or _SETTING_UP.search(last.function)):
-        return False
-    return not any(
-        counter.line < found.number and not counter.bar and counter.origin.rank in (raiser.rank, None)
-        for counter in history.counters_of(log.source)
-    )
 
 
 def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
