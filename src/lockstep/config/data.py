@@ -135,3 +135,16 @@ class TrainingDataConfig(DatasetConfig):
         plain = {"shuffle": False, "weight": None}
         mixture = tuple(each.model_copy(update=plain) for each in self.mixture)
         return self.model_copy(update={"shuffle": False, "mixture": mixture})
+
+
+def check_other_rows(data: DatasetConfig, held_out: DatasetConfig) -> None:
+    """Raises ValueError if evaluation uses rows of the training data. A task's row depends on seed + index, so tasks
+    with close seeds share most of their rows."""
+    one, other = data.task or ProceduralTask(), held_out.task or ProceduralTask()
+    alike = data.kind == held_out.kind == "reasoning_gym" and data.path == held_out.path
+    if alike and one.arguments == other.arguments and one.overlaps(other):
+        raise ValueError(
+            f"evaluation.data contains rows of data: a task's row depends on its seed plus its index, and the "
+            f"seeds {other.seed} to {other.seed + other.size - 1} overlap those from {one.seed} to "
+            f"{one.seed + one.size - 1}. Set evaluation.data.task.seed to {one.seed + one.size} or more"
+        )

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.algorithm import FilterGroups, ObjectiveConfig
 from lockstep.config.cluster import ClusterConfig, LocalClusterConfig, PlacementConfig
-from lockstep.config.data import DatasetConfig, ProceduralTask, TrainingDataConfig
+from lockstep.config.data import DatasetConfig, TrainingDataConfig, check_other_rows
 from lockstep.config.fault_tolerance import RecoveryConfig, StoreConfig, WatchConfig
 from lockstep.config.model import ModelConfig
 from lockstep.config.reward import RewardConfig
@@ -115,7 +115,7 @@ class ReportConfig(Section):
     samples_every: int = Field(20, ge=0)
     """Steps between samples of completions in console, report and trackers, besides the first and last; 0: none."""
     samples_shown: int = Field(2, gt=0)
-    """Completions of such a step that are shown, from the best to the worst."""
+    """Completions of such a step, from the best to the worst."""
     tensorboard: bool = True
     html: bool = True
     timeline: StepRange | None = None
@@ -402,20 +402,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_held_out_rows(self) -> Self:
-        """Raises ValueError if evaluation uses rows of the training data: tasks with close seeds share most of them."""
         if self.evaluation is None:
             return self
         for data in self.data.sources:
-            _check_other_rows(data, self.evaluation.data)
+            check_other_rows(data, self.evaluation.data)
         return self
-
-
-def _check_other_rows(data: DatasetConfig, held_out: DatasetConfig) -> None:
-    one, other = data.task or ProceduralTask(), held_out.task or ProceduralTask()
-    alike = data.kind == held_out.kind == "reasoning_gym" and data.path == held_out.path
-    if alike and one.arguments == other.arguments and one.overlaps(other):
-        raise ValueError(
-            f"evaluation.data contains rows of data: a task's row depends on its seed plus its index, and the "
-            f"seeds {other.seed} to {other.seed + other.size - 1} overlap those from {one.seed} to "
-            f"{one.seed + one.size - 1}. Set evaluation.data.task.seed to {one.seed + one.size} or more"
-        )

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.ledger import EventRow, Ledger
 from lockstep.ledger.run_incidents import Incident, incidents_of, incidents_summary
-from lockstep.report.html_report import IncidentTimeline, RunUptime
+from lockstep.report.incident_timeline import IncidentTimeline, RunUptime
 from lockstep.report.run_summary import build_summary
 
 DIED = {"what": "died (SIGKILL)", "step": 3}

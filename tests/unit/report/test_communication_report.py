@@ -8,8 +8,8 @@ import pytest
 from report_helpers import make_run
 
 from lockstep.ledger.rank_loads import RankLoads
-from lockstep.report.communication_summary import MOST_STEPS, communication_summary
-from lockstep.report.communication_table import communication_view, render_text, report_view
+from lockstep.report.communication.communication_summary import MOST_STEPS, communication_summary
+from lockstep.report.communication.communication_table import communication_view, render_text, report_view
 from lockstep.report.html_report import render_html
 from lockstep.watch.communication.arrival_totals import ArrivalTotals, Entry
 

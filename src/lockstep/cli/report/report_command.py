@@ -51,8 +51,8 @@ def command(
 
 def _show_communication(run: Path, as_json: bool) -> None:
     from lockstep.ledger.errors import LedgerError
-    from lockstep.report.communication_summary import communication_summary
-    from lockstep.report.communication_table import render_text
+    from lockstep.report.communication.communication_summary import communication_summary
+    from lockstep.report.communication.communication_table import render_text
     from lockstep.report.safe_console import SafeConsole
 
     try:

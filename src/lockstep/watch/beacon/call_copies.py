@@ -11,7 +11,7 @@ from lockstep.watch.beacon.beacon_records import (
     CallRecord,
     RecordReader,
 )
-from lockstep.watch.beacon.call_ring import call_at, calls_written, decode_call, read_ring
+from lockstep.watch.beacon.call_ring_reader import call_at, calls_written, decode_call, read_ring
 
 CALL_BYTES = CALL_STRUCT.size
 

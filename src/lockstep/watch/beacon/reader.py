@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.base.folders import open_own_file, run_shm_dir
 from lockstep.base.wait_state import WaitRecord
-from lockstep.watch.beacon import call_ring
+from lockstep.watch.beacon import call_ring_reader
 from lockstep.watch.beacon.beacon_records import (
     BEAT_AT,
     CALLS_PER_RING,
@@ -42,7 +42,7 @@ from lockstep.watch.beacon.beacon_records import (
     decode_text,
 )
 from lockstep.watch.beacon.call_copies import copy_calls
-from lockstep.watch.beacon.call_ring import NEWEST_CALLS
+from lockstep.watch.beacon.call_ring_reader import NEWEST_CALLS
 from lockstep.watch.beacon.span_ring import read_spans, spans_written
 
 
@@ -85,7 +85,7 @@ def read_beacon(path: Path, events: bool = True) -> BeaconState | None:
 def read_calls(path: Path, slot: int, newest: int = CALLS_PER_RING) -> tuple[CallRecord, ...]:
     """The newest calls (at most 256) on the communicator in this slot, oldest first."""
     with _open_beacon_file(path) as reading:
-        return () if reading is None else call_ring.decode_calls(reading, slot, newest)
+        return () if reading is None else call_ring_reader.decode_calls(reading, slot, newest)
 
 
 class OpenedBeacon:
@@ -95,7 +95,7 @@ class OpenedBeacon:
         self._reading = reading
         self.state = _decode_beacon(path, HEADER_STRUCT.unpack_from(reading.second), reading, False, newest_calls=0)
         """Without events, and without calls and messages."""
-        self.texts = call_ring.TextTable(reading)
+        self.texts = call_ring_reader.TextTable(reading)
         """The texts of calls by number."""
         self.spans_written = spans_written(reading)
         """The number of spans that the process has recorded."""
@@ -106,7 +106,7 @@ class OpenedBeacon:
 
     def calls_written(self, slot: int) -> int:
         """The number of calls that were made on the communicator in this slot."""
-        return call_ring.calls_written(self._reading, slot)
+        return call_ring_reader.calls_written(self._reading, slot)
 
     def copy_calls(self, slot: int, newest: int) -> bytes:
         """The newest calls on the communicator in this slot, oldest first, as they are stored (`call_copies`)."""
@@ -213,8 +213,8 @@ def _decode_beacon(
         BeaconEvent(number, at, decode_text(kind), decode_text(text))
         for number, (at, kind, text) in reading.records(EVENTS_AT, 128, MAX_EVENTS if with_events else 0, EVENT_STRUCT)
     ]
-    communicators = call_ring.read_communicators(reading, newest_calls)
-    progress_count += call_ring.count_calls(reading)
+    communicators = call_ring_reader.read_communicators(reading, newest_calls)
+    progress_count += call_ring_reader.count_calls(reading)
     _, _, _, pid, rank, start, created_ns, created_wall, run, name, role, parent = header
     return BeaconState(
         path, decode_text(run), decode_text(name), decode_text(role), rank, pid, start, created_ns, created_wall,

@@ -7,7 +7,7 @@ import pytest
 from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, FLAG_P2P, FLAG_UNSURE
 from lockstep.watch.beacon.call_copies import CALL_BYTES, text_numbers, unpack_calls, unreturned_calls
-from lockstep.watch.beacon.call_ring import call_at
+from lockstep.watch.beacon.call_ring_reader import call_at
 from lockstep.watch.beacon.reader import opened_beacon, read_calls
 from tests.unit.watch.agent.recorded_members import Member
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.report.communication_summary import communication_summary
+from lockstep.report.communication.communication_summary import communication_summary
 from lockstep.watch.agent.call_timings import MOST_CALLS, MOST_ENTRIES, is_sampled, sampling_shift
 from lockstep.watch.communication import arrival_totals
 from lockstep.watch.communication.arrival_totals import ArrivalTotals, Entry

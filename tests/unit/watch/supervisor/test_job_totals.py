@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_evidence_builder import roster, state
 
-from lockstep.report.communication_summary import communication_summary
+from lockstep.report.communication.communication_summary import communication_summary
 from lockstep.watch.agent.call_comparison import CallComparison
 from lockstep.watch.agent.call_timings import TIMING_RECORD
 from lockstep.watch.agent.report_messages import StateReport, decode_report, encode_report

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.text import count_noun
-from lockstep.report.communication_summary import communication_summary
+from lockstep.report.communication.communication_summary import communication_summary
 
 log = logging.getLogger(__name__)
 
