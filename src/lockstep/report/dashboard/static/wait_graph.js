@@ -122,7 +122,7 @@ export class WaitGraphView {
   hide() { this.shown = false; clearInterval(this.asking); this.asking = 0; }
 
   async refresh() {
-    this.asking ||= setInterval(() => { if (!document.hidden && this.data?.live) this.refresh(); }, ASKED_MS);
+    this.asking ||= setInterval(() => { if (!document.hidden && (this.data?.live || this.app.primary()?.state === "running")) this.refresh(); }, ASKED_MS);
     if (!this.run) { put(this.body, empty("No run is chosen", "Choose a run on the left.")); return; }
     try { this.take(await get(ofRun(this.run, "waits"))); } catch (error) { if (!aborted(error)) this.app.failed(error); }
   }
@@ -145,12 +145,13 @@ export class WaitGraphView {
     put(this.verdict, verdictCard(verdict), verdict && (verdict.fix || verdict.evidence?.length) ? h("div", { class: "card waits why" },
       verdict.evidence?.length ? [h("h2", {}, "Evidence"), h("ul", {}, verdict.evidence.slice(0, 40).map((line) => h("li", { class: "text" }, line)))] : null,
       verdict.fix ? [h("h2", {}, "Fix"), h("p", { class: "text" }, verdict.fix)] : null) : null);
-    if (!nodes.length) { put(this.body, empty("No process is shown", `${this.data.message ? `${this.data.message}. ` : ""}The graph shows the processes of a run on this host while it works.`)); return; }
+    if (!nodes.length) { put(this.body, empty("No process is shown", `${this.data.message ? `${this.data.message[0].toUpperCase()}${this.data.message.slice(1)}. ` : ""}The graph shows the processes of a run on this host while it works.`)); return; }
     const { groups, links } = grouped(nodes, edges);
     const place = layout(groups, links);
     const focused = document.activeElement?.getAttribute?.("data-key");
     const svg = s("svg", { viewBox: `0 0 ${place.width} ${place.height}`, width: place.width, height: place.height, role: "group", "aria-label": `${count(groups.length, "node")}, ${count(links.length, "wait")}` },
       s("defs", {}, s("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, s("path", { d: "M0 0L8 4L0 8z" }))));
+    svg.style.width = `max(${0.75 * place.width}px, min(100%, ${place.width}px))`;
     for (const { text, x, y } of place.captions) svg.append(s("text", { class: "caption", x, y }, text));
     const byKey = new Map(groups.map((group) => [group.key, group]));
     for (const link of links) svg.append(drawLink(link, byKey));
