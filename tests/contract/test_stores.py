@@ -1,16 +1,15 @@
 """One suite for every store: a shared folder, an S3 server in a process of its own, and memory."""
 
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from store_writer import CONFIG, do_step, rollouts
+from store_writer import CONFIG, do_step, rollouts, write_run
 
 import s3_server as s3_servers
 from lockstep.base.wait_state import WaitTimeout
@@ -23,7 +22,6 @@ from lockstep.ledger.store.object_store import StoreError, open_store
 from lockstep.ledger.store.restore import NothingStored, restore_run
 
 pytest.importorskip("s3fs")
-WRITER = Path(__file__).with_name("store_writer.py")
 
 
 @pytest.fixture(params=["file", "s3", "memory"])
@@ -188,40 +186,48 @@ def test_no_run(url, tmp_path) -> None:
     StoreMirror(url, "none", "runs").claim(None)  # the name is free as long as nothing is stored
 
 
-def run_writer(url: str, folder: Path, steps: int, *kill: str) -> subprocess.CompletedProcess:
-    words = [sys.executable, str(WRITER), url, str(folder), str(steps), *kill]
-    return subprocess.run(words, capture_output=True, text=True, timeout=300, env=os.environ)
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["store_writer"])
+
+
+def run_writer(url: str, folder: Path, *kill: int | bool) -> tuple[int, list[int]]:
+    """Writes four steps in a process of its own. Returns its exit code and its log."""
+    log = folder.parent.with_name(f"{folder.parent.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
+    env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    process = FORKS.Process(target=write_run, args=(url, folder, 4, log, env, *kill))
+    process.start()
+    process.join(120)
+    return process.exitcode, [int(line) for line in log.read_text().split()]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_that_is_killed_at_any_call(shared_url, tmp_path, when) -> None:
     """Whatever call the kill comes at: another machine gets the last complete state or a later one, and the same
     folder continues."""
-    whole = run_writer(f"{shared_url}/whole", tmp_path / "whole" / "run", 4)
-    assert whole.returncode == 0, whole.stderr
-    calls = int(whole.stdout.split()[-1])
-    stride = 1 if shared_url.startswith("file") else 3
-    for number in range(1 if when == "before" else 2, calls + 1, stride):
+    code, lines = run_writer(f"{shared_url}/whole", tmp_path / "whole" / "run")
+    assert code == 0
+    for number in range(1 if when == "before" else 2, lines[-1], 1 if shared_url.startswith("file") else 3):
         url, here = f"{shared_url}/{when}-{number}", tmp_path / str(number) / "run"
-        killed = run_writer(url, here, 4, str(number), when)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        complete = int(killed.stdout.split()[-1]) if killed.stdout else 0
+        code, lines = run_writer(url, here, number, when == "after")
+        assert code == -signal.SIGKILL
+        complete = lines[-1] if lines else 0
         try:
             there = restore_run(f"{url}/run", tmp_path / str(number) / "there")
         except NothingStored:
             assert complete == 0
         else:
             with Ledger.resume(there) as ledger:
-                collected = len(ledger.collected_steps())
-                assert collected >= complete
+                assert len(ledger.collected_steps()) >= complete
                 for step in ledger.stored_steps():
                     assert ledger.rollouts(step).groups[0].prompt.uid == f"0:{step}"
-        again = run_writer(url, here, 4)
-        assert again.returncode == 0, again.stderr
-        shutil.rmtree(tmp_path / str(number) / "there", ignore_errors=True)
-        final = restore_run(f"{url}/run", tmp_path / str(number) / "there")
-        with Ledger.resume(final) as ledger:
+            shutil.rmtree(there)
+        assert run_writer(url, here)[0] == 0
+        assert len(open_store(f"{url}/run").names("manifests")) == 2
+        with Ledger.resume(restore_run(f"{url}/run", tmp_path / str(number) / "there")) as ledger:
             assert ledger.collected_steps() == [0, 1, 2, 3] and [row.step for row in ledger.checkpoints()] == [1, 3]
 
 
