@@ -233,30 +233,31 @@ def test_a_process_that_is_killed_at_any_call(shared_url, tmp_path, when) -> Non
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Short pauses and bounds."""
+    """Short pauses."""
     monkeypatch.setattr(mirrors, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(mirrors, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(mirrors, "LONGEST_PAUSE_S", 0.2)
-    monkeypatch.setattr(object_store, "STALL_S", 2.0)
 
 
-def test_a_server_that_hangs_does_not_stop_the_run(s3_server, s3_url, tmp_path, quick) -> None:
+def test_a_server_that_hangs_does_not_stop_the_run(s3_server, s3_url, tmp_path, quick, monkeypatch) -> None:
     lines: list[str] = []
     mirror = StoreMirror(s3_url, "run", "runs", finish_s=60)
     mirror.claim(None)
     with Ledger.create(tmp_path / "run", CONFIG) as ledger, mirrored(mirror, ledger, (), lines.append):
         do_step(ledger, 0)
+        monkeypatch.setattr(object_store, "STALL_S", 1.0)
         s3_server.signal(signal.SIGSTOP)
         try:
             for step in range(1, 4):
                 began = time.monotonic()
                 do_step(ledger, step)
-                assert time.monotonic() - began < 5
+                assert time.monotonic() - began < 30
             deadline = time.monotonic() + 60
             while not lines and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert "no answer for" in lines[0] and "training continues" in lines[0] and s3_url in lines[0]
         finally:
+            monkeypatch.setattr(object_store, "STALL_S", 120.0)
             s3_server.signal(signal.SIGCONT)
     assert any("works again" in line for line in lines)
     assert s3_servers.KEYS["AWS_SECRET_ACCESS_KEY"] not in "".join(lines)
@@ -279,6 +280,7 @@ def test_the_end_of_a_run_says_what_the_store_lacks(tmp_path, quick) -> None:
     with pytest.raises(StoreIncomplete, match=r"lacks .* which are complete in .*--resume") as error:
         whole_run()
     assert isinstance(error.value.__cause__, WaitTimeout) and "NotADirectory" in error.value.problem
+    mirror._thread.join(60)  # its process would have ended
     shared.unlink()
     again = StoreMirror(f"file://{shared}", "run", "runs")
     again.claim(tmp_path / "run")
