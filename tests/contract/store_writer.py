@@ -1,14 +1,7 @@
-"""A process that writes a run to a store, and may be killed before or after any call to the store.
-
-    python store_writer.py URL FOLDER STEPS [KILL_AT before|after]
-
-Continues the run in FOLDER, or begins it, collects steps with a checkpoint after every second one, and copies the run
-after each. It prints each state that is complete, and the number of calls at the end.
-"""
+"""A process that writes a run to a store, and may be killed before or after any call to the store."""
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -74,21 +67,24 @@ def do_step(ledger: Ledger, step: int) -> None:
         ledger.delete_unneeded_steps()
 
 
-def main(url: str, folder: Path, steps: int, kill_at: int = 0, after: bool = False) -> None:
+def write_run(
+    url: str, folder: Path, steps: int, log: Path, env: dict[str, str], kill_at: int = 0, after: bool = False
+) -> None:
+    """Continues the run in the folder, or begins it: collects steps, with a checkpoint after every second one, and
+    copies the run after each. Writes the steps of each complete state into the log, and at the end the number of
+    calls to the store."""
+    os.environ.update(env)
     resuming = (folder / "ledger.sqlite").exists()
     mirror = mirrors.StoreMirror(url, folder.name, str(folder.parent))
     killed = mirror._store = KilledAt(mirror._store, kill_at, after)
     mirror.claim(folder if resuming else None)
-    with Ledger.resume(folder) if resuming else Ledger.create(folder, CONFIG) as ledger:
+    with Ledger.resume(folder) if resuming else Ledger.create(folder, CONFIG) as ledger, log.open("a") as lines:
         mirror._folder = folder
         mirrors.write_state(folder, mirrors.StoreState(mirror.url, (mirror._writer,)))
         for step in range(len(ledger.collected_steps()), steps):
             do_step(ledger, step)
             mirror.copy_now()
-            print("complete", step + 1, flush=True)
-    print("calls", killed.calls, flush=True)
-
-
-if __name__ == "__main__":
-    rest = [int(each) for each in sys.argv[3:5]]
-    main(sys.argv[1], Path(sys.argv[2]), *rest, after=sys.argv[5:] == ["after"])
+            lines.write(f"{step + 1}\n")
+            lines.flush()
+        mirror.copy_now()
+        lines.write(f"{killed.calls}\n")

@@ -35,7 +35,7 @@ def resumed_elsewhere(reference: References, tmp_path: Path, base: str) -> None:
     assert launched.finish() == 0, launched.text()
     run.compare()
     files = {file.path for file in newest_manifest(open_store(url)).files}
-    assert {"summary.json", "report.html", "metrics.jsonl", "export/model.safetensors"} <= files
+    assert {"summary.json", "metrics.jsonl", "export/model.safetensors"} <= files
     with Ledger.reader(run.run) as ledger:
         assert ledger.steps_done() == 8
     assert len(metrics(run.run)) == 8

@@ -94,6 +94,20 @@ def next_manifest(before: Manifest | None, run: str, folder: str, writer: str) -
     return Manifest(run, folder, sequence, writer, socket.gethostname(), time.time(), files)
 
 
+def left_by_killed(store: ObjectStore, newest: Manifest) -> list[str]:
+    """Returns the keys of states before the newest one, which their writer was killed before it deleted, and of their
+    files that the newest state does not have."""
+    kept, found = {file.key for file in newest.files}, list[str]()
+    for name in store.names(MANIFESTS):
+        if _NAME.fullmatch(name) and int(name[:12]) < newest.sequence:
+            try:
+                older = _parsed(store, name, store.read(f"{MANIFESTS}/{name}"))
+            except FileNotFoundError:
+                continue
+            found += [f"{MANIFESTS}/{name}", *(file.key for file in older.files if file.key not in kept)]
+    return found
+
+
 def _parsed(store: ObjectStore, name: str, data: bytes) -> Manifest:
     try:
         manifest = msgspec.json.decode(data, type=Manifest)

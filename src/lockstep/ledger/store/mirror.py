@@ -32,6 +32,7 @@ from lockstep.ledger.store.manifest import (
     ContinuedElsewhere,
     Manifest,
     StoredFile,
+    left_by_killed,
     newest_manifest,
     next_manifest,
     put_manifest,
@@ -131,6 +132,7 @@ class StoreMirror:
             before = () if self._newest is None else (self._newest.writer,)
             write_state(folder, StoreState(self.url, (self._writer, *before)))
         put_manifest(self._store, claimed)
+        self._garbage = [] if self._newest is None else left_by_killed(self._store, self._newest)
         self._older, self._newest = self._newest, claimed
 
     def start(self, folder: Path) -> None:
