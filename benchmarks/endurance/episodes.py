@@ -158,7 +158,8 @@ def _keep(hit: EpisodeRun, folder: Path, failures: list[dict[str, str]]) -> None
         with_files = shutil.copytree if source.is_dir() else shutil.copy
         if source.exists():
             with_files(source, folder / source.name)  # type: ignore[operator]
-    words = [sys.executable, "-c", "from lockstep.cli import app; app()", "explain", str(folder)]
+    subject = folder / hit.run.name if (hit.run / "ledger.sqlite").exists() else folder
+    words = [sys.executable, "-c", "from lockstep.cli import app; app()", "explain", str(subject)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=EXPLAIN_S, check=False)
         text = done.stdout + done.stderr

@@ -1,6 +1,7 @@
 """Verdicts that do not come from logs but from incidents and flight-recorder dumps."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ def read_prior_verdicts(
             continue
         incidents = _incident_files(top)
         stored += [parse_verdict(_read_object(each)) for each in incidents]
+        nested = {} if incidents else _nested_incidents(found, top)
+        incidents += nested
+        stored += nested.values()
         taken |= set(incidents)
         files = [] if incidents else find_dump_files(top, ranks)
         if files:
@@ -89,6 +93,18 @@ def _incident_files(top: Path) -> list[Path]:
                       top.glob("*/*/*/verdict.json")} | {top}) if top.is_dir() else []  # fmt: skip
     found = [each for folder in folders for each in list_incidents(folder)]
     return [each / "verdict.json" for each in sorted(found, key=lambda each: each.name, reverse=True)]
+
+
+def _nested_incidents(found: CollectedSources, top: Path) -> dict[Path, Verdict]:
+    """The incidents deeper in a folder, such as those of a run that lies in it beside its output, newest first. Another
+    program's file of that name is none."""
+    files = [each.path for each in found.sources if each.path is not None and each.path.name == "verdict.json"]
+    nested = {}
+    for file in sorted(files, key=lambda each: each.parent.name, reverse=True):
+        if top in file.parents:
+            with suppress(ValueError):
+                nested[file] = parse_verdict(_read_object(file))
+    return nested
 
 
 def _read_object(file: Path) -> dict[str, Any]:

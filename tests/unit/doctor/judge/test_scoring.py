@@ -1,5 +1,6 @@
 """First causes and victims, attempts, survived errors, culprits."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,22 @@ def test_dumps_and_logs_give_one_verdict(tmp_path: Path) -> None:
     assert verdict.cause == "rank_exception_masked" and verdict.culprits[0].rank == 2
     assert verdict.collective is not None and verdict.collective.seq == 7
     assert "dumps" in verdict.explanation
+
+
+def test_incidents_of_a_run_beside_its_output_are_no_log(tmp_path: Path) -> None:
+    """The sentence about the host's memory in an incident was taken for a GPU's."""
+    died = "engine-0 (host a) was killed by SIGKILL (killed by the kernel: out of memory)."
+    incident = tmp_path / "run" / "incidents" / "20261128-001726-dead-engine-0"
+    incident.mkdir(parents=True)
+    content = {"kind": "dead", "class": "host_oom", "level": "confirmed", "confidence": 0.95, "explanation": died}
+    facts = [{"source": "its parent", "text": died}]
+    (incident / "verdict.json").write_text(json.dumps({**content, "evidence": facts}, indent=1))
+    (tmp_path / "output.txt").write_text("\n".join([*steps(0, 9), f"confirmed: {died}"]))
+    other = tmp_path / "data" / "judge" / "verdict.json"
+    other.parent.mkdir(parents=True)
+    other.write_text(json.dumps({"guilty": False}))
+    verdict = explain([str(tmp_path)]).verdict
+    assert (verdict.cause, verdict.explanation) == ("host_oom", died)
 
 
 def test_folders_that_number_something_else_are_one_attempt(tmp_path: Path) -> None:
