@@ -32,7 +32,7 @@ from lockstep.ledger import CompletionSample, Ledger
 from lockstep.run.run_id import RUN_ID_FILE
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
-VIEWS = ("curves", "stages", "waits", "hosts", "samples", "incidents", "config")
+VIEWS = ("curves", "stages", "waits", "hosts", "samples", "incidents", "config", "communication")
 TOKEN = secrets.token_hex(32)
 GOAL_FIRST_MS, GOAL_TASK_MS = 2000, 100
 LATE = 17

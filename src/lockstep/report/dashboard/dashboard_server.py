@@ -66,6 +66,7 @@ class DashboardServer:
             ("/api/runs/{run}/incidents", self._incidents),
             ("/api/runs/{run}/incidents/{incident}/file", self._incident_file),
             ("/api/runs/{run}/config", self._config),
+            ("/api/runs/{run}/communication", self._communication),
             ("/api/diff", self._config_diff),
             ("/api/events", self._events),
             ("/{name:path}", self._page),
@@ -164,6 +165,9 @@ class DashboardServer:
 
     async def _config(self, run: str) -> Response:
         return _json({"config": await self._read(run, ShownRun.config)})
+
+    async def _communication(self, run: str) -> Response:
+        return _json(await self._read(run, ShownRun.communication))
 
     async def _config_diff(self, a: str, b: str) -> Response:
         before, after = [await self._read(run, lambda shown: shown.feed.config()) for run in (a, b)]

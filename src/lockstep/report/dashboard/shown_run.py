@@ -8,6 +8,7 @@ from lockstep.base.secrets import redact_text
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_incidents import STALL_EVENT, Incident, incidents_of
 from lockstep.ledger.sqlite_index import EventRow
+from lockstep.report.communication.communication_summary import communication_summary
 from lockstep.report.dashboard.config_view import shown_config
 from lockstep.report.dashboard.host_figures import run_hosts
 from lockstep.report.dashboard.incident_view import (
@@ -83,6 +84,10 @@ class ShownRun:
 
     def config(self) -> dict[str, Any]:
         return shown_config(self.feed.config())
+
+    def communication(self) -> dict[str, Any]:
+        """What the run's collectives cost and who was late, and how evenly its ranks are loaded."""
+        return communication_summary(self.folder)
 
     def _incidents(self) -> list[Incident]:
         return incidents_of(self.feed.events())

@@ -68,6 +68,8 @@ def test_stages_waits_hosts_and_incidents_of_an_ended_run(server: DashboardServe
     }  # fmt: skip
     assert answer(server, "hosts") == {"hosts": [], "history": {}}
     assert answer(server, "incidents") == {"incidents": []}
+    communication = answer(server, "communication")
+    assert communication["communicators"] == [] and communication["matrix"] is None
 
 
 def test_samples_are_listed_searched_and_cut(server: DashboardServer) -> None:

@@ -27,7 +27,6 @@ class App {
   constructor() {
     this.runs = [];
     this.views = new Map();
-    this.hidden = new Set(["communication"]);
     this.verdicts = new Map();
     this.counted = new Map();
     this.stream = new EventStream((kind, data) => this.event(kind, data), (...args) => this.connection(...args));
@@ -97,11 +96,10 @@ class App {
     const quiet = (part) => get(ofRun(run.id, part)).catch(() => null);
     // After the view's own requests: these only fill the tabs and the headline.
     await new Promise((done) => setTimeout(done, 300));
-    const [waits, incidents, communication] = await Promise.all([quiet("waits"), quiet("incidents"), quiet("communication")]);
+    const [waits, incidents] = await Promise.all([quiet("waits"), quiet("incidents")]);
     if (this.probed !== run.id) return;
     if (waits) this.verdicts.set(run.id, waits.verdict);
     if (incidents) this.incidents(run.id, incidents.incidents.length);
-    this.hidden = communication ? new Set() : new Set(["communication"]);
     this.drawTabs();
     this.headline();
   }
@@ -113,7 +111,7 @@ class App {
   tabs() {
     put($("tabs"), VIEWS.map(([name, title]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "panel", onclick: () => change({ view: name }) }, title)));
     $("tabs").addEventListener("keydown", (event) => {
-      const shown = this.shownViews();
+      const shown = VIEWS.map(([name]) => name);
       const at = shown.indexOf(state.view);
       const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: shown.length - 1 }[event.key];
       if (next === undefined) return;
@@ -123,14 +121,10 @@ class App {
     });
   }
 
-  shownViews() { return VIEWS.map(([name]) => name).filter((name) => !this.hidden.has(name) || name === state.view); }
-
   drawTabs() {
-    const shown = this.shownViews();
     const incidents = this.counted.get(this.primary()?.id);
     for (const [name, title] of VIEWS) {
       const tab = $(`tab-${name}`);
-      tab.hidden = !shown.includes(name);
       tab.setAttribute("aria-selected", String(name === state.view));
       tab.tabIndex = name === state.view ? 0 : -1;
       put(tab, title, name === "incidents" && incidents ? h("span", { class: "count" }, String(incidents)) : null);
@@ -294,7 +288,7 @@ class App {
       if (event.key === "?") this.help();
       else if (event.key === "t") $("theme").click();
       else if (event.key === "/") { const find = $("panel").querySelector("input[type=search]"); if (!find) return; find.focus(); find.select(); }
-      else if (/^[1-8]$/.test(event.key)) { const name = this.shownViews()[Number(event.key) - 1]; if (name) change({ view: name }); }
+      else if (/^[1-8]$/.test(event.key)) { const view = VIEWS[Number(event.key) - 1]; if (view) change({ view: view[0] }); }
       else if (event.key === "Escape") change({ from: null, to: null });
       else return;
       event.preventDefault();

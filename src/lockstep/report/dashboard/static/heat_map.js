@@ -6,7 +6,7 @@ import { aborted, get, ofRun } from "./server.js";
 export class HeatMapView {
   constructor(app) {
     this.app = app;
-    this.element = h("div", {});
+    this.element = h("div", { class: "communication" });
   }
 
   async show() { this.shown = true; this.run = this.app.primary()?.id; await this.refresh(); }
@@ -25,35 +25,66 @@ export class HeatMapView {
   }
 
   draw(data) {
-    const parts = [];
-    for (const [name, value] of Object.entries(data)) {
-      if (Array.isArray(value) && value.length && typeof value[0] === "object" && !Array.isArray(value[0])) parts.push(tableOf(name, value));
-      else if (value && Array.isArray(value.matrix)) parts.push(matrixOf(name, value));
-      else if (Array.isArray(value) && Array.isArray(value[0])) parts.push(matrixOf(name, { matrix: value }));
-    }
+    const operations = data.communicators.flatMap((each) => each.operations.map((row) => ({ communicator: each.name, processes: each.processes, ...row })));
+    const late = data.communicators.flatMap((each) => each.ranks.map((row) => ({ communicator: each.name, ...row })));
+    const parts = [
+      data.remarks.length && h("section", { class: "card" }, h("h2", {}, "Remarks"), h("ul", {}, data.remarks.map((text) => h("li", {}, text)))),
+      data.matrix && matrixOf("Seconds that a process (row) made another one (column) wait", data.matrix),
+      operations.length && tableOf("Collectives", operations, OPERATIONS),
+      late.length && tableOf("Late arrivals", late, LATE),
+      data.ranks.length && tableOf("Load of the ranks", data.ranks, LOADS),
+    ].filter(Boolean);
     put(this.element, parts.length ? parts : empty("No communication is recorded", "The recorder has reported no collective yet."));
   }
 }
 
-function cell(name, value) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "object") return JSON.stringify(value);
-  if (typeof value !== "number") return String(value);
-  if (/bytes/.test(name)) return formatBytes(value);
-  if (/seconds|_s$/.test(name)) return formatSeconds(value);
-  return formatNumber(value);
+// Up to so many processes, the matrix has its values written in it.
+const MOST_WRITTEN = 16;
+
+// The columns of each table: field of the summary, heading, and how it is written.
+const digits = (value) => formatNumber(Number(value.toPrecision(3)));
+const quantiles = (value) => (value ? `${digits(value.p50)} / ${digits(value.p99)} ms` : "–");
+const share = (value) => `${Math.round(100 * value)}%`;
+const OPERATIONS = [
+  ["communicator", "communicator"], ["operation", "operation"], ["size", "bytes of a call", formatBytes], ["processes", "processes", (value) => formatNumber(Array.isArray(value) ? value.length : value)],
+  ["calls", "calls", formatNumber], ["bytes", "bytes", formatBytes], ["waiting_s", "waiting", formatSeconds], ["moving_s", "moving", formatSeconds],
+  ["waiting_share", "share waiting", share], ["spread_ms", "first to last entry p50 / p99", quantiles], ["bus_gb_s", "bus GB/s", digits], ["checked_gb_s", "checked GB/s", digits],
+];
+const LATE = [
+  ["communicator", "communicator"], ["process", "process"], ["last", "times last", formatNumber], ["caused_s", "made others wait", formatSeconds],
+  ["waited_s", "waited itself", formatSeconds], ["late_ms", "late p50 / p99", quantiles],
+];
+const LOADS = [
+  ["role", "role"], ["rank", "rank", formatNumber], ["steps", "steps", formatNumber], ["tokens", "tokens", formatNumber], ["work_s", "working", formatSeconds],
+  ["blocked_s", "blocked", formatSeconds], ["memory", "memory", formatBytes], ["pace", "time for the same work", (value) => `${digits(value)} x`],
+];
+
+function tableOf(title, rows, columns) {
+  const cell = (value, written) => (value === null || value === undefined ? "–" : written ? written(value) : String(value));
+  return h("section", { class: "card waits" }, h("h2", {}, title, " ", h("small", {}, count(rows.length, "row"))), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, h("table", {},
+    h("thead", {}, h("tr", {}, columns.map(([, heading]) => h("th", {}, heading)))), h("tbody", {}, rows.slice(0, 200).map((row) => h("tr", {}, columns.map(([field, , written]) => h("td", {}, cell(row[field], written)))))))));
 }
 
-function tableOf(title, rows) {
-  const names = Object.keys(rows[0]).filter((name) => !Array.isArray(rows[0][name]));
-  return h("section", { class: "card waits" }, h("h2", {}, title.replaceAll("_", " "), " ", h("small", {}, count(rows.length, "row"))), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, h("table", {},
-    h("thead", {}, h("tr", {}, names.map((name) => h("th", {}, name.replaceAll("_", " "))))), h("tbody", {}, rows.slice(0, 200).map((row) => h("tr", {}, names.map((name) => h("td", {}, cell(name, row[name])))))))));
-}
-
-function matrixOf(title, { matrix, ranks, rows, columns }) {
-  const labels = ranks || rows || matrix.map((_, at) => at);
-  const across = ranks || columns || labels;
+function matrixOf(title, { processes, seconds: matrix, complete }) {
   const most = Math.max(1e-12, ...matrix.map((row) => Math.max(0, ...row.map((value) => number(value) || 0))));
+  const note = complete ? count(processes.length, "process", "processes") : "only the largest are recorded";
+  const drawn = processes.length <= MOST_WRITTEN ? writtenMatrix(processes, matrix, most) : paintedMatrix(title, processes, matrix, most);
+  return h("section", { class: "card waits" }, h("h2", {}, title, " ", h("small", {}, note)), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, drawn));
+}
+
+// Few processes: a table with the seconds in its cells.
+function writtenMatrix(processes, matrix, most) {
+  const cell = (value) => {
+    const seconds = number(value) || 0;
+    const element = h("td", {}, seconds > 0 ? formatSeconds(seconds) : "");
+    element.style.setProperty("--share", String(Math.sqrt(seconds / most)));
+    return element;
+  };
+  return h("table", { class: "matrix" }, h("thead", {}, h("tr", {}, h("td", {}), processes.map((name) => h("th", { scope: "col" }, name)))),
+    h("tbody", {}, matrix.map((row, at) => h("tr", {}, h("th", { scope: "row" }, processes[at]), row.map(cell)))));
+}
+
+function paintedMatrix(title, processes, matrix, most) {
   const canvas = h("canvas", { role: "img", "aria-label": `${title}: ${matrix.length} by ${matrix[0]?.length || 0}, most ${formatNumber(most)}` });
   const size = Math.max(1, Math.min(28, Math.floor(640 / Math.max(matrix.length, 1))));
   const [width, height] = [size * (matrix[0]?.length || 0), size * matrix.length];
@@ -75,8 +106,8 @@ function matrixOf(title, { matrix, ranks, rows, columns }) {
   canvas.addEventListener("pointermove", (event) => {
     const [x, y] = [Math.floor(event.offsetX / size), Math.floor(event.offsetY / size)];
     if (matrix[y]?.[x] === undefined) { showTip(""); return; }
-    showTip(`${labels[y]} and ${across[x]}\n${formatNumber(number(matrix[y][x]))}`, event.clientX, event.clientY);
+    showTip(`${processes[y]} made ${processes[x]} wait\n${formatSeconds(number(matrix[y][x]) || 0)}`, event.clientX, event.clientY);
   });
   canvas.addEventListener("pointerleave", () => showTip(""));
-  return h("section", { class: "card waits" }, h("h2", {}, title.replaceAll("_", " ")), h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, canvas));
+  return canvas;
 }
