@@ -3,7 +3,7 @@
 
 Rank 1 is stopped (SIGSTOP) for half of every period, as a CPU quota would do. A supervised run with
 `trainer.rank_speeds: measured` first measures the speeds. Then it is resumed, and in every other step the ledger has
-equal speeds instead of the measured ones, so that both kinds of steps alternate in one run and meet the same other load.
+equal speeds instead of the measured ones, so that both kinds of steps alternate in one run, under the same load.
 `--share 1` slows nothing down: then both should be alike.
 """
 
