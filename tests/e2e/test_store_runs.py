@@ -1,16 +1,19 @@
 """A run is killed, its machine is lost, and another one resumes it from the store alone: with the same result."""
 
+import os
 import shutil
 import time
 from pathlib import Path
 
 import pytest
+from forked_controller import ENVIRONMENT
 from harness import Launched
 from resume_scenarios import InterruptedRun, References, metrics
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.store.manifest import newest_manifest
 from lockstep.ledger.store.object_store import open_store
+from s3_server import KEYS
 
 
 def kill_when_stored(run: InterruptedRun, url: str, step: str) -> None:
@@ -49,5 +52,9 @@ def test_grpo_from_a_shared_folder(reference: References, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_grpo_from_an_s3_server(reference: References, tmp_path: Path, s3_url: str) -> None:
+def test_grpo_from_an_s3_server(
+    reference: References, tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*KEYS, "AWS_ENDPOINT_URL"):
+        monkeypatch.setitem(ENVIRONMENT, name, os.environ[name])
     resumed_elsewhere(reference, tmp_path, s3_url)
