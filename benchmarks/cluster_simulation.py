@@ -109,10 +109,14 @@ LEFT_OUT = (
 
 def measured(lines: Iterable[Mapping[str, Any]]) -> Measured:
     """The times in the file of the endurance benchmark. ValueError if it has none of a kind."""
+    lines = list(lines)
     faults = [fault for line in lines for fault in line.get("faults", ())]
     silent = [f["named_s"] for f in faults if f["fault"].startswith(("stop ", "hold GIL")) and f["named_s"] is not None]
-    restarts = [each for fault in faults for each in fault["restarts"]]
-    of = {role: [each["seconds"] for each in restarts if each["role"] == role] for role in ("policy", "rollout")}
+    restarts = []  # the first lines of the file have some twice: after a fault, and after the next one
+    for line in lines:
+        both = [(each["role"], each["seconds"]) for fault in line.get("faults", ()) for each in fault["restarts"]]
+        restarts += dict.fromkeys(both)
+    of = {role: [seconds for of_role, seconds in restarts if of_role == role] for role in ("policy", "rollout")}
     if not (silent and of["policy"] and of["rollout"]):
         raise ValueError(
             f"{MEASURED} has no detection of a silent process, or no restart of a trainer or an engine yet"

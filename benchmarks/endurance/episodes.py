@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,11 @@ def _fault_lines(hit: EpisodeRun, failures: list[dict[str, str]]) -> list[dict[s
     stalls = watching.stalls(hit.run) if readable else []
     events = watching.recovery_events(hit.run) if readable else []
     lines = []
-    for each in hit.faults:
+    for each, following in zip_longest(hit.faults, hit.faults[1:]):
         named_s = watching.seconds_until_named(stalls, each.accusable)
         lines.append(
             {"fault": each.fault.name, "step": each.step, "skipped": each.skipped, "named_s": named_s,
-             "back_s": each.back_s, "resumed": each.resumed, "restarts": _restarts(events, each)}
+             "back_s": each.back_s, "resumed": each.resumed, "restarts": _restarts(events, each, following)}
         )  # fmt: skip
         if each.fault.silent and not each.skipped and each.back_s is not None and named_s is None:
             found = f"`{each.fault.name}` in step {each.step}"
@@ -141,9 +142,10 @@ def _fault_lines(hit: EpisodeRun, failures: list[dict[str, str]]) -> list[dict[s
     return lines
 
 
-def _restarts(events: list[dict[str, Any]], each: Injected) -> list[dict[str, Any]]:
-    """Role and seconds of the restarts after a fault."""
-    mine = [e for e in events if e["action"] == "restarted" and each.at <= e["at"] <= each.over + 60]
+def _restarts(events: list[dict[str, Any]], each: Injected, following: Injected | None) -> list[dict[str, Any]]:
+    """Role and seconds of the restarts after a fault and before the next one."""
+    until = each.over + 60 if following is None else following.at
+    mine = [e for e in events if e["action"] == "restarted" and each.at <= e["at"] < until]
     return [{"role": e["role"], "seconds": e["seconds"]} for e in mine]
 
 
