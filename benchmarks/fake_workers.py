@@ -302,11 +302,16 @@ def _value(method: str) -> Any:
     return None
 
 
+_TOKENS = np.random.default_rng(0).integers(5, 32_000, 1 << 16, dtype=np.int32)
+_LOGPROBS = -np.random.default_rng(1).random(1 << 16, np.float32)
+"""What completions are cut from: values that differ, as those of engines do, so that they are sent as they are."""
+
+
 def completion_of(request: Request, tokens: int, version: int) -> Completion:
     """What an engine would have made of it."""
-    made = np.full(tokens, 5, np.int32)
+    at = slice(begin := request.seed % (len(_TOKENS) - tokens), begin + tokens)
     return Completion(
-        request.id, made, np.full(tokens, -1.0, np.float32), np.full(tokens, version, np.int32), "length", "text"
+        request.id, _TOKENS[at].copy(), _LOGPROBS[at].copy(), np.full(tokens, version, np.int32), "length", "text"
     )
 
 
