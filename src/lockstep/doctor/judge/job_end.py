@@ -119,7 +119,7 @@ def ends_with_trouble(history: "JobHistory") -> bool:
 
 
 def was_overcome(history: "JobHistory", match: RuleMatch) -> bool:
-    """Whether what a match reports did not end the job: no process failed, and its file went on and ends without
+    """Whether what a match reports did not end the job: no process failed, and its file continues and ends without
     trouble."""
     if "running" not in history.traits or history.ends_with_trouble:
         return False
