@@ -46,8 +46,8 @@ class Candidate:
     @property
     def sites(self) -> set[Site]:
         """The lines that it rests on."""
-        rests_on: list[RuleMatch | Fact] = [*self.matches, *self.facts]
-        return {(each.file, each.line) for each in rests_on if each.line is not None}
+        of_facts = {(each.file, each.line) for each in self.facts if each.line is not None}
+        return {(each.file, each.line) for each in self.matches} | of_facts
 
 
 @dataclass
@@ -92,8 +92,8 @@ class FailureHypothesis:
     @cached_property
     def sites(self) -> frozenset[Site]:
         """The lines that it rests on."""
-        places = {(each.file, each.line) for each in self.matches}
-        return frozenset(places | {(each.file, each.line) for each in self.facts if each.line is not None})
+        signed = {(each.file, each.line) for each in self.signed}
+        return frozenset(signed.union(*(each.sites for each in self.proposed)))
 
     @cached_property
     def since(self) -> tuple[float, int, int]:
