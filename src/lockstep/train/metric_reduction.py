@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.train.errors import NonFinite
 from lockstep.train.objective import LossOutput, Reduction
 from lockstep.train.trainer_protocol import UNKNOWN_S, RankLoad
+from lockstep.watch.beacon.beacon_records import CALLS_PER_RING
 from lockstep.watch.beacon.writer import current_beacon
 
 _HEAD = 5
@@ -20,12 +21,14 @@ _HEAD = 5
 
 class WorkMeter:
     """Measures how long a rank works in a step, and how long it is in blocking calls of collectives, where it waits for
-    other ranks or moves data. `update` is called at least once per 256 calls on a communicator."""
+    other ranks or moves data. Both are unknown if no communicator is recorded, or if `update` was not called once per
+    256 calls on each."""
 
     def __init__(self) -> None:
         self._began, self._blocked_ns = time.monotonic(), 0
         self._read: dict[int, int] = {}
         """The number of the last call that was added, by the slot of its communicator."""
+        self._overwritten = False
         self._add(count=False)
 
     def update(self) -> None:
@@ -37,15 +40,19 @@ class WorkMeter:
         self.update()
         blocked_s = self._blocked_ns / 1e9
         work_s = max(0.0, time.monotonic() - self._began - blocked_s)
-        if device.type == "cpu":
+        if device.type == "cpu" and self._read and not self._overwritten:
             return RankLoad(work_s, blocked_s, _resident_bytes())
+        if device.type == "cpu":
+            return RankLoad(UNKNOWN_S, UNKNOWN_S, _resident_bytes())
         return RankLoad(UNKNOWN_S, UNKNOWN_S, float(torch.cuda.max_memory_allocated(device)))
 
     def _add(self, count: bool) -> None:
         rings = current_beacon().call_rings()
         for slot in [] if rings is None else [each for each in rings.slots if each is not None and not each.closed_ns]:
             if count:
-                self._blocked_ns += slot.blocked_ns(self._read.get(slot.index, 0))
+                before = self._read.get(slot.index, 0)
+                self._overwritten |= slot.calls - before > CALLS_PER_RING
+                self._blocked_ns += slot.blocked_ns(before)
             self._read[slot.index] = slot.calls
 
 

@@ -160,7 +160,7 @@ def test_ranks_and_microbatches_are_added_up_and_the_first_bad_one_is_found() ->
             reported["engine_gap_max"] = values(rank + number)[0]
             meter.add(LossOutput(values(math.nan if bad else 0.5)[0], reported))
         vectors.append(meter.vector(values(math.inf if rank == 0 else 2.0)[0]))
-    assert vectors[0].shape == (metric_vector_size(names),) == (2 + len(names),)
+    assert vectors[0].shape == (metric_vector_size(names),) == (5 + len(names),)
     totals = ReducedMetrics(names, torch.stack(vectors))
     assert totals.bad_microbatches == [(1, 2), (2, 0)]
     assert totals.bad_gradients == [0]
