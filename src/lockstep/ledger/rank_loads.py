@@ -16,6 +16,8 @@ from lockstep.ledger.sqlite_index import LedgerIndex
 SPEED_STEPS = 8
 """Speeds are measured from so many last steps."""
 FEWEST_STEPS = 3
+LEAST_SPEED = 0.001
+"""Speeds are stored with three decimals. A speed of 0 would be refused when the rows are divided."""
 EVEN = 1.05
 """Ranks whose speeds differ less than by this factor count as equally fast."""
 SLOW = 1.1
@@ -143,7 +145,7 @@ def measured_speeds(rows: Sequence[RankLoadRow], ranks: int) -> list[float]:
     fastest = min(of_ranks)
     if max(of_ranks) - fastest < math.log(EVEN):
         return [1.0] * ranks
-    return [round(math.exp(fastest - pace), 3) for pace in of_ranks]
+    return [max(round(math.exp(fastest - pace), 3), LEAST_SPEED) for pace in of_ranks]
 
 
 def slow_ranks(rows: Sequence[RankLoadRow]) -> list[SlowRank]:

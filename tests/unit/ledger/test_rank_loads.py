@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.data.arrangement.rank_arrangement import normalised_speeds
 from lockstep.ledger import Ledger
 from lockstep.ledger.rank_loads import RankLoadRow, RankLoads, measured_speeds, slow_ranks
 
@@ -95,3 +96,11 @@ def test_the_ledger_keeps_speeds_and_loads(ledger: Ledger) -> None:
     assert newest.step == 1 and newest.loads is not None and newest.loads.work_s == [0.1235, 2.0]
     ledger.rewind(1)
     assert [each.step for each in ledger.rank_loads("policy")] == [0]
+
+
+def test_even_a_rank_that_hardly_moves_has_a_positive_speed() -> None:
+    work = np.ones((5, 2))
+    work[:, 1] = 5000.0
+    speeds = measured_speeds(rows(work), 2)
+    assert speeds[0] == 1.0 and speeds[1] > 0
+    assert normalised_speeds(speeds, 2) is not None
