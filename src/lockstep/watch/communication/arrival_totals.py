@@ -40,7 +40,12 @@ WRITE_S = 10.0
 MOST_MEMBERS = 32
 MOST_PAIRS = 256
 MOST_PENDING = 1024
-"""Calls of a communicator that wait for the entries of some members."""
+"""Calls of a communicator that wait for the entries of some members, if there are up to `MOST_MEMBERS`; of larger ones,
+calls with about as many entries in total."""
+MOST_LIVE = 4096
+"""Communicators whose calls are being compared."""
+MOST_DESCRIBED = 65_536
+"""Signatures whose meaning is known: shapes of unequal batches are new ones in every step."""
 WINDOW_S = 10.0
 """The length of windows at first; it doubles whenever there are `MOST_WINDOWS`."""
 MOST_WINDOWS = 120
@@ -227,9 +232,10 @@ class ArrivalTotals:
     def __init__(self, path: Path | None, run: str) -> None:
         self._path, self._run = path, run
         self._totals: dict[tuple[str, tuple[str, ...]], CommunicatorTotals] = {}
-        self._live: dict[str, _Live] = {}
-        """By key in rosters."""
-        self._described: dict[int, tuple[str, int | None]] = {}
+        self._live: OrderedDict[str, _Live] = OrderedDict()
+        """By key in rosters, the one with the newest call last."""
+        self._described: OrderedDict[int, tuple[str, int | None]] = OrderedDict()
+        """By signature, the one that was used last at the end."""
         self._offsets: dict[str, int] = {}
         self._windows: list[_Window] = []
         self._window_s = WINDOW_S
@@ -238,7 +244,11 @@ class ArrivalTotals:
 
     def describe(self, signatures: Mapping[int, tuple[str, int | None]]) -> None:
         """Notes operation and bytes of signatures."""
-        self._described.update(signatures)
+        for signature, meaning in signatures.items():
+            self._described[signature] = meaning
+            self._described.move_to_end(signature)
+        while len(self._described) > MOST_DESCRIBED:
+            self._described.popitem(last=False)
 
     def set_offset(self, host: str, ns: int) -> None:
         """Sets how far the clock of a host is ahead of the supervisor's."""
@@ -255,13 +265,16 @@ class ArrivalTotals:
             call: incarnation of the communicator and number of the call.
         """
         live = self._live.setdefault(key, _Live())
+        self._live.move_to_end(key)
+        if len(self._live) > MOST_LIVE:
+            self._live.popitem(last=False)
         live.processes[rank] = process
         entries = live.pending.setdefault(call, {})
         entries[rank] = entry
         if len(entries) == size > 1:
             del live.pending[call]
             self._join(live, name, backend, size, entries, on_device)
-        elif len(live.pending) > MOST_PENDING:
+        elif len(live.pending) > max(1, MOST_PENDING * MOST_MEMBERS // max(size, MOST_MEMBERS)):
             live.pending.popitem(last=False)
             if len(live.processes) == size:
                 self._of(live, name, backend, size, on_device).unmatched += 1
@@ -304,7 +317,10 @@ class ArrivalTotals:
             for rank, each in entries.items()
         }
         totals = self._of(live, name, backend, size, on_device)
-        operation, nbytes = self._described.get(next(iter(entries.values())).signature, ("", None))
+        signature = next(iter(entries.values())).signature
+        operation, nbytes = self._described.get(signature, ("", None))
+        if operation:
+            self._described.move_to_end(signature)
         before = [each.waited_ns for each in totals.ranks]
         late = totals.add(entries, entered, operation or "unknown operation", nbytes)
         waited = [each.waited_ns - earlier for each, earlier in zip(totals.ranks, before, strict=True)]

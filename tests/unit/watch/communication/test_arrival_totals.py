@@ -133,6 +133,30 @@ def test_calls_of_which_entries_are_missing_are_counted_and_do_not_pile_up(monke
     assert communicator["unmatched"] == 1 and len(totals._live["k"].pending) <= 10
 
 
+def test_memory_is_bounded_whatever_is_new_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrival_totals, "MOST_DESCRIBED", 20)
+    monkeypatch.setattr(arrival_totals, "MOST_LIVE", 8)
+    totals = ArrivalTotals(None, "r")
+    totals.describe({1: ("all_reduce", MIB)})
+    for call in range(200):
+        totals.describe({1000 + call: ("all_gather", call)})  # the shape of this step's batch
+        for rank in range(2):
+            totals.add("k", "dp", "gloo", 2, (0, call), rank, f"rank-{rank}", Entry("h0", call, 0, 1, 0, False))
+        totals.add(f"short-{call}", "dp", "gloo", 2, (0, 0), 0, "rank-0", Entry("h0", call, 0, 1, 0, False))
+    (communicator,) = totals.to_json()["communicators"]
+    assert [(each["operation"], each["calls"]) for each in communicator["operations"]] == [("all_reduce", 200)]
+    assert len(totals._described) <= 20 and len(totals._live) <= 8
+
+
+def test_entries_of_a_large_communicator_that_wait_for_others_are_bounded() -> None:
+    totals = ArrivalTotals(None, "r")
+    size, entry = 1024, Entry("h0", 0, 0, 1, 0, False)
+    for call in range(200):
+        for rank in range(size // 2):
+            totals.add("k", "dp", "gloo", size, (0, call), rank, f"rank-{rank}", entry)
+    assert sum(map(len, totals._live["k"].pending.values())) <= 1024 * arrival_totals.MOST_MEMBERS
+
+
 def windows(waits: np.ndarray) -> list[dict[str, Any]]:
     """Args:
     waits: int64 `[windows, processes]`: for how many ns of a second the others waited for each.
