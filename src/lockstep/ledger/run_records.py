@@ -101,20 +101,27 @@ class RunRecords:
         """Returns the metrics by step, only of steps later than `after` and earlier than `before`. If there are more
         than `most`, returns some at even distances, and the last."""
         span = -2 if after is None else after, 2**62 if before is None else before
-        return [self._metrics_row(row) for row in metric_blocks.metric_texts(self._index, *span, most)]
+        with self._index.snapshot():
+            found = metric_blocks.metric_texts(self._index, *span, most)
+        return [self._metrics_row(row) for row in found]
 
     def has_metrics(self) -> bool:
         """Whether there are metrics of any step."""
-        return bool(self._index.rows("SELECT 1 FROM metrics LIMIT 1")) or metric_blocks.count_blocks(self._index) > 0
+        with self._index.snapshot():
+            return (
+                bool(self._index.rows("SELECT 1 FROM metrics LIMIT 1")) or metric_blocks.count_blocks(self._index) > 0
+            )
 
     def newest_metrics(self, name: str, before: int) -> MetricsRow | None:
         """Returns the newest row of a step earlier than `before` that has the metric."""
-        found = metric_blocks.newest_with(self._index, name, before)
+        with self._index.snapshot():
+            found = metric_blocks.newest_with(self._index, name, before)
         return None if found is None else self._metrics_row(found)
 
     def metric_totals(self, before: int) -> metric_blocks.MetricTotals:
         """Returns the sums over the steps earlier than `before`."""
-        return metric_blocks.metric_totals(self._index, before)
+        with self._index.snapshot():
+            return metric_blocks.metric_totals(self._index, before)
 
     def _metrics_row(self, row: metric_blocks.Row) -> MetricsRow:
         step, at, generation, values = row

@@ -216,6 +216,19 @@ class LedgerIndex:
             generation = _read_number(path, connection, "generation")
         return cls(path, connection, generation)
 
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """All `rows` in the block are of one moment, whatever another process writes meanwhile."""
+        with _sqlite_errors(self.path):
+            if self._connection.in_transaction:
+                yield
+                return
+            self._connection.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._connection.execute("ROLLBACK")
+
     def rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
         with _sqlite_errors(self.path):
             return self._connection.execute(sql, arguments).fetchall()

@@ -121,3 +121,24 @@ def test_a_deletion_that_is_killed_is_finished_by_the_next_process(folder, delet
     with Ledger.resume(folder) as ledger:
         assert ledger.stored_steps() == [4, 5]
         assert sorted(path.stem for path in (folder / "steps").iterdir()) == ["00000005", "00000006"]
+
+
+@pytest.mark.parametrize("read", ["metrics_rows", "metric_totals"])
+def test_a_reader_loses_no_row_to_a_compaction_meanwhile(tmp_path, read) -> None:
+    with Ledger.create(tmp_path / "run", {"recipe": "grpo"}) as ledger, Ledger.reader(tmp_path / "run") as reader:
+        with ledger._index.transaction() as transaction:
+            for step in range(1005):
+                transaction.put("metrics", step=step, values='{"time/train": 1.0}')
+        rows, begun = reader._index.rows, []
+
+        def rows_of_a_moment(sql, *arguments):
+            if 'SELECT step, at, generation, "values"' in sql or sql.startswith('SELECT "values"'):
+                begun.append(sql)
+                with ledger._index.transaction() as transaction:
+                    metric_blocks.compact(transaction, 1000, 8)
+            return rows(sql, *arguments)
+
+        reader._index.rows = rows_of_a_moment
+        found = reader.metrics_rows() if read == "metrics_rows" else reader.metric_totals(2000)
+        assert begun and (len(found) if read == "metrics_rows" else found.count) == 1005
+        assert metric_blocks.count_blocks(ledger._index) == 1

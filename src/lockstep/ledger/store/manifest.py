@@ -11,7 +11,6 @@ have the writer's id: no writer overwrites or deletes what another one names.
 import re
 import socket
 import time
-from pathlib import PurePosixPath
 
 import msgspec
 
@@ -21,7 +20,6 @@ from lockstep.ledger.store.object_store import ObjectStore, StoreError
 MANIFESTS, FILES = "manifests", "files"
 FORMAT = 1
 _NAME = re.compile(r"\d{12}\.json")
-_RELATIVE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*(/[A-Za-z0-9_.][A-Za-z0-9._+=@-]*)*")
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -59,6 +57,13 @@ class ContinuedElsewhere(LedgerError):
         self.url, self.newest = url, newest
 
 
+def can_be_stored(path: str) -> bool:
+    """Whether this is the path of a file in a run's folder that a store can hold: relative, without steps upwards,
+    hidden folders at the top, or characters that are not printable."""
+    parts = path.split("/")
+    return path.isprintable() and "\\" not in path and path[:1] != "." and not {"", ".", ".."} & {*parts}
+
+
 def newest_manifest(store: ObjectStore) -> Manifest | None:
     """Returns the newest state of a run; None if the store has none. Raises StoreError if it is damaged."""
     for _ in range(3):  # the newest may become an old one, and be deleted, between the two requests
@@ -72,20 +77,21 @@ def newest_manifest(store: ObjectStore) -> Manifest | None:
     raise StoreError(store.url, "its manifests change faster than they can be read: try again")
 
 
-def put_manifest(store: ObjectStore, manifest: Manifest) -> None:
-    """Writes the next state. Raises ContinuedElsewhere if another process has written it, or a later one."""
+def put_manifest(store: ObjectStore, manifest: Manifest) -> Manifest:
+    """Writes the next state, and returns it; or that which the same process has written under this number in an earlier
+    try whose answer was lost. Raises ContinuedElsewhere if another process has written it, or a later one."""
     name = f"{manifest.sequence:012d}.json"
     try:
         store.create(f"{MANIFESTS}/{name}", msgspec.json.encode(manifest))
     except FileExistsError:
         there = _parsed(store, name, store.read(f"{MANIFESTS}/{name}"))
-        if there.writer != manifest.writer:  # else an earlier try was carried out, and its answer lost
+        if there.writer != manifest.writer:
             raise ContinuedElsewhere(store.url, there) from None
-        if there.files != manifest.files:
-            raise StoreError(store.url, f"{name} is there already with other files") from None
+        manifest = there
     newest = newest_manifest(store)
     if newest is not None and newest.sequence > manifest.sequence:
         raise ContinuedElsewhere(store.url, newest)
+    return manifest
 
 
 def next_manifest(before: Manifest | None, run: str, folder: str, writer: str) -> Manifest:
@@ -102,7 +108,7 @@ def left_by_killed(store: ObjectStore, newest: Manifest) -> list[str]:
         if _NAME.fullmatch(name) and int(name[:12]) < newest.sequence:
             try:
                 older = _parsed(store, name, store.read(f"{MANIFESTS}/{name}"))
-            except FileNotFoundError:
+            except (FileNotFoundError, StoreError):  # a damaged one is nobody's: it stays, and harms nothing
                 continue
             found += [f"{MANIFESTS}/{name}", *(file.key for file in older.files if file.key not in kept)]
     return found
@@ -116,7 +122,6 @@ def _parsed(store: ObjectStore, name: str, data: bytes) -> Manifest:
     if manifest.format != FORMAT:
         raise StoreError(store.url, f"{name} has format {manifest.format}, this lockstep reads {FORMAT}")
     for file in manifest.files:
-        safe = _RELATIVE.fullmatch(file.path) and ".." not in PurePosixPath(file.path).parts
-        if not safe or not file.key.startswith(f"{FILES}/{file.path}/"):
+        if not can_be_stored(file.path) or not file.key.startswith(f"{FILES}/{file.path}/"):
             raise StoreError(store.url, f"{name} names a file outside of the run's folder: {file.path[:200]!r}")
     return manifest

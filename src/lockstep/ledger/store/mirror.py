@@ -23,15 +23,18 @@ from lockstep.base.folders import scratch_dir
 from lockstep.base.text import count_noun
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.config.fault_tolerance import StoreConfig
+from lockstep.ledger.durable_files import RunLock
 from lockstep.ledger.errors import LedgerError, StaleGeneration
 from lockstep.ledger.ledger import Ledger
-from lockstep.ledger.run_folder import CONFIG_FILE, INDEX_FILE, INPUTS_FOLDER, SUMMARY_FILE
+from lockstep.ledger.run_folder import CONFIG_FILE, INDEX_FILE, INPUTS_FOLDER, LOCK_FILE, SUMMARY_FILE
 from lockstep.ledger.sqlite_index import LedgerIndex
 from lockstep.ledger.store.manifest import (
     FILES,
+    MANIFESTS,
     ContinuedElsewhere,
     Manifest,
     StoredFile,
+    can_be_stored,
     left_by_killed,
     newest_manifest,
     next_manifest,
@@ -87,10 +90,10 @@ class StoreMirror:
     def __init__(
         self, url: str, run: str, parent: str, report: Callable[[str], None] = log.warning, finish_s: float = 300.0
     ) -> None:
-        self.url = f"{url.rstrip('/')}/{run}"
         self.report, self.finish_s = report, finish_s
         self._run, self._parent = run, parent
-        self._store: ObjectStore = open_store(self.url)
+        self._store: ObjectStore = open_store(f"{url.rstrip('/')}/{run}")
+        self.url = self._store.url
         self._writer = uuid.uuid4().hex
         self._newest: Manifest | None = None
         self._older: Manifest | None = None
@@ -100,7 +103,10 @@ class StoreMirror:
         self._known: dict[tuple[int, int, int], StoredFile] = {}
         """Uploaded files, by device, inode and time of their change."""
         self._garbage: list[str] = []
-        self._moved = 0
+        self._left_out: set[str] = set()
+        """Paths that are not copied, which was said."""
+        self._moved: dict[str, int] = {}
+        """The most bytes of each file that a try moved. What each try moves again is no progress."""
         self._missing = 0
         self._problem = ""
         self._failed = False
@@ -150,9 +156,7 @@ class StoreMirror:
         assert self._thread is not None
         try:
             why = "the last files of the run"
-            waits.event(
-                self._complete, waits_for=self.url, why=why, stall_s=self.finish_s, progress=lambda: self._moved
-            )
+            waits.event(self._complete, waits_for=self.url, why=why, stall_s=self.finish_s, progress=self._progress)
         except WaitTimeout as error:
             problem = self._problem or f"no bytes moved for {error.waited_s:.0f} s"
             raise StoreIncomplete(self.url, self._folder, max(self._missing, 1), problem) from error
@@ -160,6 +164,7 @@ class StoreMirror:
             self._stopped.set()
         if self._superseded is not None:
             raise self._superseded
+        write_state(self._folder, StoreState(self.url, (self._writer,), complete=True))
 
     def stop(self) -> None:
         """Ends the thread after its present try, without the end of the run."""
@@ -196,10 +201,10 @@ class StoreMirror:
                 self.report(f"{error}. This run stops")
                 self._stop_run()
                 break
-            except (LedgerError, OSError) as error:
-                self._problem = str(error)
+            except Exception as error:  # noqa: BLE001  # whatever it is, the thread must not end without a word
+                self._problem = str(error) or type(error).__name__
                 if not self._failed:
-                    self.report(f"{error}; training continues, and the copy is tried again")
+                    self.report(f"{self._problem}; training continues, and the copy is tried again")
                 log.info("copying to %s failed, next try in %g s: %s", self.url, pause, error)
                 self._failed = True
                 self._pause(pause)
@@ -249,13 +254,23 @@ class StoreMirror:
         paths = [ledger.step_path(step) for step in state.steps]
         folders = [*checkpoints, *(self._folder / name for name in _KEPT_FOLDERS)]
         for extra in at_end:
-            path = self._folder / extra
-            (folders if path.is_dir() else paths if path.is_file() else []).append(path)
+            path = Path(os.path.normpath(self._folder / extra))
+            if path.exists() and self._is_copied(path):
+                (folders if path.is_dir() else paths).append(path)
         for top in folders:
             paths += [each for each in sorted(top.rglob("*")) if each.is_file() and not each.name.startswith(".")]
-        for path in paths:
-            if path.is_relative_to(self._folder):
-                state.files[str(path.relative_to(self._folder))] = path.open("rb")
+        for path in filter(self._is_copied, paths):
+            state.files[str(path.relative_to(self._folder))] = path.open("rb")
+
+    def _is_copied(self, path: Path) -> bool:
+        """Whether a file or folder can be copied. If not, says so once."""
+        inside = path.is_relative_to(self._folder) and path.resolve().is_relative_to(self._folder.resolve())
+        copied = inside and can_be_stored(str(path.relative_to(self._folder)))
+        if not copied and str(path) not in self._left_out:
+            self._left_out.add(str(path))
+            why = "its name has characters that a store cannot hold" if inside else "it is outside of the run's folder"
+            self.report(f"store {self.url}: {str(path)!r} is not copied: {why}")
+        return copied
 
     def _put_state(self, state: _State) -> None:
         """Uploads what the store lacks of a state, and then its manifest."""
@@ -266,10 +281,16 @@ class StoreMirror:
             stored.append(self._uploaded(path, opened))
             self._missing -= 1
         self._missing = 1  # the manifest, without which the files are none
-        manifest = next_manifest(self._newest, self._run, self._parent, self._writer)
-        put_manifest(self._store, msgspec.structs.replace(manifest, files=tuple(stored)))
-        self._missing = 0
-        self._delete_older(msgspec.structs.replace(manifest, files=tuple(stored)))
+        older = self._older
+        while True:
+            manifest = next_manifest(self._newest, self._run, self._parent, self._writer)
+            manifest = msgspec.structs.replace(manifest, files=tuple(stored))
+            there = put_manifest(self._store, manifest)
+            if there.files == manifest.files:
+                break
+            self._older, self._newest = self._newest, there  # of an earlier try, whose answer was lost
+        self._missing, self._moved = 0, {}
+        self._delete_older(there, older)
 
     def _uploaded(self, path: str, opened: BufferedReader) -> StoredFile:
         facts = os.fstat(opened.fileno())
@@ -286,24 +307,31 @@ class StoreMirror:
             return same
         key = f"{FILES}/{path}/{self._writer}-{digest}"
         # The file may have no name any more: this one leads to it all the same.
-        self._store.upload(key, Path(f"/proc/self/fd/{opened.fileno()}"), self._count)
+        moved = [0]
+
+        def count(number: int) -> None:
+            moved[0] += number
+            self._moved[path] = max(self._moved.get(path, 0), moved[0])
+
+        self._store.upload(key, Path(f"/proc/self/fd/{opened.fileno()}"), count)
         stored = StoredFile(path, key, facts.st_size, digest)
         self._known[identity] = stored
         return stored
 
-    def _count(self, moved: int) -> None:
-        self._moved += moved
+    def _progress(self) -> int:
+        return sum(dict(self._moved).values())
 
-    def _delete_older(self, newest: Manifest) -> None:
-        """Deletes the state before the last one, and its files that no kept state has. Files are named by what this
-        process has read or written, so that those of another writer stay."""
-        dropped, self._older, self._newest = self._older, self._newest, newest
+    def _delete_older(self, newest: Manifest, oldest: Manifest | None) -> None:
+        """Deletes the states from the oldest one to that before the last, and their files that no kept state has. Files
+        are named by what this process has read or written, so that those of another writer stay."""
+        dropped = {each.sequence: each for each in (oldest, self._older) if each is not None}
+        self._older, self._newest = self._newest, newest
         kept = {file.key for manifest in (self._older, newest) if manifest is not None for file in manifest.files}
-        if dropped is not None:
-            self._garbage.append(f"manifests/{dropped.sequence:012d}.json")
-            self._garbage += [file.key for file in dropped.files if file.key not in kept]
-        keys = {file.key for file in newest.files}
-        self._known = {identity: file for identity, file in self._known.items() if file.key in kept | keys}
+        for each in dropped.values():
+            self._garbage.append(f"{MANIFESTS}/{each.sequence:012d}.json")
+            self._garbage += [file.key for file in each.files]
+        self._garbage = [key for key in dict.fromkeys(self._garbage) if key not in kept]
+        self._known = {identity: file for identity, file in self._known.items() if file.key in kept}
         try:
             self._store.delete(self._garbage)
             self._garbage = []
@@ -312,11 +340,13 @@ class StoreMirror:
 
 
 def claim_store(config: StoreConfig | None, run: str, parent: str, folder: Path | None) -> StoreMirror | None:
-    """Becomes the writer of the copy of a run, see `StoreMirror.claim`; None if the run has no store."""
+    """Becomes the writer of the copy of a run, see `StoreMirror.claim`; None if the run has no store. Raises
+    RunIsActive if a process executes the run in this folder: it would be refused from then on."""
     if config is None:
         return None
     mirror = StoreMirror(config.url, run, parent, finish_s=config.finish_s)
-    mirror.claim(folder)
+    with contextlib.nullcontext() if folder is None else contextlib.closing(RunLock(folder / LOCK_FILE)):
+        mirror.claim(folder)
     return mirror
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from lockstep.base import waits
 from lockstep.base.folders import create_file, make_folder
 from lockstep.base.secrets import redact_text, secret_values
-from lockstep.base.text import first_line
+from lockstep.base.text import count_noun, first_line
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.ledger.durable_files import fsync_folder
 from lockstep.ledger.errors import LedgerError
@@ -72,7 +72,10 @@ def open_store(url: str) -> ObjectStore:
     protocol, _, rest = url.partition("://")
     url = url.rstrip("/")
     if protocol == "file":
-        return FolderStore(url, Path(rest))
+        if not rest.startswith("/"):
+            raise StoreError(url, "the path is not absolute: write file:///FOLDER")
+        folder = Path(os.path.normpath(f"/{rest.lstrip('/')}"))  # one spelling of each folder
+        return FolderStore(f"file://{folder}", folder)
     if protocol not in ("s3", "memory"):
         raise StoreError(url, f"{protocol!r} is not supported: use s3://BUCKET/PREFIX or file:///FOLDER")
     return FsspecStore(url, protocol, rest.strip("/"))
@@ -83,28 +86,37 @@ class FolderStore:
     and then named: by a hard link, which fails if the name is taken, where that matters."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        if not folder.is_absolute():
-            raise StoreError(url, "the path is not absolute: write file:///FOLDER")
         self.url, self._folder = url, folder
 
     def create(self, key: str, data: bytes) -> None:
-        with self._writing(key) as (target, hidden):
-            hidden.write_bytes(data)
-            _sync(hidden)
-            os.link(hidden, target)
+        def write() -> None:
+            with self._writing(key) as (target, hidden):
+                hidden.write_bytes(data)
+                _sync(hidden)
+                os.link(hidden, target)
+
+        self._bounded(f"write {key}", write)
 
     def upload(self, key: str, file: Path, moved: Callable[[int], None]) -> None:
-        with self._writing(key) as (target, hidden), file.open("rb") as source:
-            _copy(source, hidden, moved)
-            _sync(hidden)
-            hidden.rename(target)
+        source = file.open("rb")  # here: an upload that is given up must not read what has its number later
+
+        def write(count: Callable[[int], None]) -> None:
+            with source, self._writing(key) as (target, hidden):
+                _copy(source, hidden, count)
+                _sync(hidden)
+                hidden.rename(target)
+
+        _transfer(self.url, f"upload {key}", moved, write)
 
     def read(self, key: str) -> bytes:
         return self._bounded(f"read {key}", (self._folder / key).read_bytes)
 
     def download(self, key: str, file: Path, moved: Callable[[int], None]) -> None:
-        with _errors(self.url), (self._folder / key).open("rb") as source:
-            _copy(source, file, moved)
+        def read(count: Callable[[int], None]) -> None:
+            with (self._folder / key).open("rb") as source:
+                _copy(source, file, count)
+
+        _transfer(self.url, f"download {key}", moved, read)
 
     def names(self, prefix: str) -> list[str]:
         def entries() -> list[str]:
@@ -116,26 +128,27 @@ class FolderStore:
         return self._bounded(f"list {prefix}", entries)
 
     def delete(self, keys: list[str]) -> None:
-        with _errors(self.url):
+        def remove() -> None:
             for key in keys:
                 path = self._folder / key
                 path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # another object is in it
                     path.parent.rmdir()
 
+        self._bounded(f"delete {count_noun(len(keys), 'object')}", remove)
+
     @contextlib.contextmanager
     def _writing(self, key: str) -> Any:
         target = self._folder / key
-        with _errors(self.url):
-            make_folder(target.parent)
-            hidden = target.with_name(f".{target.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
-            try:
-                hidden.unlink(missing_ok=True)
-                os.close(create_file(hidden))
-                yield target, hidden
-                fsync_folder(target.parent)
-            finally:
-                hidden.unlink(missing_ok=True)
+        make_folder(target.parent)
+        hidden = target.with_name(f".{target.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
+        try:
+            hidden.unlink(missing_ok=True)
+            os.close(create_file(hidden))
+            yield target, hidden
+            fsync_folder(target.parent)
+        finally:
+            hidden.unlink(missing_ok=True)
 
     def _bounded(self, what: str, work: Callable[[], T]) -> T:
         with _errors(self.url):
@@ -201,20 +214,19 @@ class FsspecStore:
                     self._files.rm_file(self._at(key))
 
         with _errors(self.url):
-            _wait(self.url, f"delete {len(keys)} objects", remove, timeout_s=STALL_S)
+            _wait(self.url, f"delete {count_noun(len(keys), 'object')}", remove, timeout_s=STALL_S)
 
     def _transfer(self, what: str, moved: Callable[[int], None], work: Callable[[Any], None]) -> None:
         from fsspec.callbacks import Callback
 
-        bytes_moved = [0]
+        def transfer(count: Callable[[int], None]) -> None:
+            class Progress(Callback):  # type: ignore[misc]
+                def relative_update(self, inc: int = 1) -> None:
+                    count(inc)
 
-        class Progress(Callback):  # type: ignore[misc]
-            def relative_update(self, inc: int = 1) -> None:
-                bytes_moved[0] += inc
-                moved(inc)
+            work(Progress())
 
-        with _errors(self.url):
-            _wait(self.url, what, lambda: work(Progress()), stall_s=STALL_S, progress=lambda: bytes_moved[0])
+        _transfer(self.url, what, moved, transfer)
 
     def _at(self, key: str) -> str:
         return f"{self._path}/{key}"
@@ -228,6 +240,18 @@ def _s3_options() -> dict[str, Any]:
 
 def _wait(url: str, what: str, work: Callable[[], T], **bounds: Any) -> T:
     return waits.future(waits.run_in_thread(work, "store"), waits_for=url, why=what, **bounds)
+
+
+def _transfer(url: str, what: str, moved: Callable[[int], None], work: Callable[[Callable[[int], None]], None]) -> None:
+    """Moves bytes in a thread, and waits as long as they move."""
+    bytes_moved = [0]
+
+    def count(number: int) -> None:
+        bytes_moved[0] += number
+        moved(number)
+
+    with _errors(url):
+        _wait(url, what, lambda: work(count), stall_s=STALL_S, progress=lambda: bytes_moved[0])
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ class StoreState(msgspec.Struct, frozen=True):
     """Of the run, with its name."""
     writers: tuple[str, ...]
     """Ids of the processes whose states this folder continues: the last, and the one before it."""
+    complete: bool = False
+    """Whether the run ended and its store has all of it."""
 
 
 class NothingStored(LedgerError):
@@ -70,6 +72,8 @@ def restore_run(url: str, parent: Path | None = None, report: Callable[[str], No
         raise NothingStored(store.url, "there is no run: the address ends with the run's name")
     if not any(file.path == INDEX_FILE for file in manifest.files):
         raise NothingStored(store.url, "the run was begun, and has nothing to resume from: start it again")
+    if store.url.rpartition("/")[2] != manifest.run:
+        raise StoreError(store.url, f"its newest state is of a run of another name: {manifest.run[:200]!r}")
     folder = ((Path(manifest.folder) if parent is None else parent) / manifest.run).absolute()
     if os.path.lexists(folder):
         state = read_state(folder)
