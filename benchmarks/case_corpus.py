@@ -16,6 +16,8 @@ from lockstep.watch.diagnosis.verdict import Culprit, Verdict
 
 OWN_CASES = Path(__file__).parent / "cases"
 """The corpora of this repository."""
+SET_ASIDE = ("set_aside", "second_set_aside")
+"""Those that are scored only when they are named."""
 SURE = 0.8
 """A wrong answer of at least this confidence is a confident error."""
 _FAMILIES = (
@@ -116,5 +118,5 @@ def _names(culprit: Culprit | str | int) -> set[str]:
 
 
 def own_corpora() -> Iterable[Path]:
-    """Returns the folders of this repository's corpora but the one set aside, which is scored only when it is named."""
-    return sorted(each.parent for each in OWN_CASES.glob("**/truth.json") if each.parent.name != "set_aside")
+    """Returns the folders of this repository's corpora but those set aside."""
+    return sorted(each.parent for each in OWN_CASES.glob("**/truth.json") if each.parent.name not in SET_ASIDE)

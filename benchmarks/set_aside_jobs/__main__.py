@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.case_corpus import OWN_CASES, SET_ASIDE
+from benchmarks.job_makers.make_jobs import all_jobs
 from benchmarks.set_aside_jobs import (
     deepspeed_entries,
     launcher_entries,
@@ -20,9 +22,11 @@ from benchmarks.set_aside_jobs import (
     vllm_entries,
 )
 from benchmarks.set_aside_jobs.entry import Entry
+from lockstep.base.text import count_noun
 
 REPOSITORY = Path(__file__).parents[2]
-CORPUS = REPOSITORY / "benchmarks" / "cases" / "set_aside"
+CORPORA = tuple(OWN_CASES / each for each in SET_ASIDE)
+"""Every job is in one of them; a new one goes to the last."""
 SCRIPTS = Path(__file__).parent / "scripts"
 VENVS = {
     "train": REPOSITORY / ".venv",
@@ -50,9 +54,22 @@ def main() -> None:
     elif chosen.action == "list":
         print("\n".join(f"{each.name}\t{each.cls}\t{each.framework}" for each in ENTRIES.values()))
     else:
-        made = {name: each.truth() for name, each in sorted(ENTRIES.items()) if (CORPUS / "jobs" / name).is_dir()}
-        (CORPUS / "truth.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        print(f"{len(made)} of {len(ENTRIES)} entries")
+        for corpus in CORPORA:
+            made = truth(corpus)
+            (corpus / "truth.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+            print(f"{corpus.name}: {count_noun(len(made), 'job')}")
+
+
+def truth(corpus: Path) -> dict[str, dict[str, object]]:
+    """Returns the truth about the jobs that a corpus has, from the entries here and in `benchmarks.job_makers`."""
+    known = {job.name: job.truth for job in all_jobs()} | {name: each.truth() for name, each in ENTRIES.items()}
+    return {each.name: known[each.name] for each in sorted((corpus / "jobs").iterdir()) if each.name in known}
+
+
+def folder_of(name: str) -> Path:
+    """Returns the folder of a job, in the corpus that has it."""
+    places = [corpus / "jobs" / name for corpus in CORPORA]
+    return next((each for each in places if each.is_dir()), places[-1])
 
 
 def run(entry: Entry, work: Path) -> None:
@@ -78,7 +95,7 @@ def run(entry: Entry, work: Path) -> None:
         command = ["nice", "-n", "19", "timeout", "-k", "10", str(entry.limit_s), "bash", "-c", entry.script]
         done = subprocess.run(command, cwd=project, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     files = [each for each in out.rglob("*") if each.is_file()]
-    target = CORPUS / "jobs" / entry.name
+    target = folder_of(entry.name)
     shutil.rmtree(target, ignore_errors=True)
     for each in files:
         text = neutral(each.read_bytes().decode("utf-8", "replace"), entry, work)
