@@ -2,6 +2,7 @@
 targets."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -318,6 +319,9 @@ def test_files_and_options_in_commands_exist(command: str) -> None:
     program, *arguments = shlex.split(command)
     if program in ("lockstep", "source"):
         return  # run above
+    if program == "python" and arguments[0] == "-m":
+        assert importlib.util.find_spec(arguments[1]) is not None
+        return
     if program == "python":
         program = arguments[0]
     if program == ".venv/bin/pre-commit":

@@ -37,7 +37,9 @@ def _is_strong(one: FailureHypothesis, job: JobEvidence) -> bool:
 def _proposed(one: FailureHypothesis) -> float | None:
     """Returns the weight of the strongest proposal that does not only rest on lines that signatures match too."""
     signed = {(each.file, each.line) for each in one.signed}
-    return next((each.weight for each in one.proposed if not each.sites or not each.sites <= signed), None)
+    return next(
+        (each.weight for each in one.proposed if each.culprits or not each.sites or not each.sites <= signed), None
+    )
 
 
 def exact(one: FailureHypothesis, job: JobEvidence) -> bool | None:

@@ -89,10 +89,7 @@ def _incident_files(top: Path) -> list[Path]:
     file = top if top.name == "verdict.json" else top / "verdict.json"
     if file.is_file():
         return [file]
-    folders = sorted({each.parent.parent for each in top.glob("*/*/verdict.json")} | {each.parent.parent for each in
-                      top.glob("*/*/*/verdict.json")} | {top}) if top.is_dir() else []  # fmt: skip
-    found = [each for folder in folders for each in list_incidents(folder)]
-    return [each / "verdict.json" for each in sorted(found, key=lambda each: each.name, reverse=True)]
+    return [each / "verdict.json" for each in reversed(list_incidents(top))] if top.is_dir() else []
 
 
 def _nested_incidents(found: CollectedSources, top: Path) -> dict[Path, Verdict]:

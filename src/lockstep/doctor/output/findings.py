@@ -27,7 +27,7 @@ class Finding:
     """The exact command or setting."""
     source: str = ""
     """The URL of documentation or source code."""
-    measured: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict, hash=False)
     """Figures for programs, such as those that a run is compared with."""
 
 

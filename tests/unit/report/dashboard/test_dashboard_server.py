@@ -60,7 +60,7 @@ def test_several_runs_are_overlaid(server: DashboardServer) -> None:
 
 
 def test_stages_waits_hosts_and_incidents_of_an_ended_run(server: DashboardServer) -> None:
-    chart = answer(server, "stages")
+    chart = answer(server, "stages?from=0")
     assert chart["rows"] == [{"role": "run", "name": "run"}]
     assert {span["stage"] for span in chart["spans"]} == {"rollout", "train"}
     assert answer(server, "waits") == {
