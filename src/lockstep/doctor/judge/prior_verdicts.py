@@ -30,6 +30,8 @@ class NothingToRead(ValueError):
         )
 
 
+_ENDED_WELL = 0.8
+"""Confidence of logs whose last lines say that the job ended well; those that only lack trouble are less sure."""
 STRUCTURE_CONFIDENCE = 0.7
 """Confidence of a class that only the structure of the dumps suggests."""
 
@@ -117,7 +119,7 @@ def overriding_verdicts(logs: Verdict, prior: PriorVerdicts, *, logs_read: bool)
     Incidents take precedence, because they were recorded while the job ran, unless only the logs show a cause, or show
     that the job recovered and ended well. Dumps take precedence if there are no logs.
     """
-    if prior.incidents and logs.cause == "benign" and logs.confidence > STRUCTURE_CONFIDENCE:
+    if prior.incidents and logs.cause == "benign" and logs.confidence > _ENDED_WELL:
         return ()
     if prior.incidents and not (logs_read and prior.incidents[0].cause == "unknown" and logs.cause not in _NO_FAULT):
         return prior.incidents
