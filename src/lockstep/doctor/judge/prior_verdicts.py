@@ -119,8 +119,10 @@ def overriding_verdicts(logs: Verdict, prior: PriorVerdicts, *, logs_read: bool)
     Incidents take precedence, because they were recorded while the job ran, unless only the logs show a cause, or show
     that the job recovered and ended well. Dumps take precedence if there are no logs.
     """
-    if prior.incidents and logs.cause == "benign" and logs.confidence > _ENDED_WELL:
-        return ()
+    if prior.incidents and logs.cause == "benign":
+        needed = STRUCTURE_CONFIDENCE if prior.incidents[0].cause == "unknown" else _ENDED_WELL
+        if logs.confidence > needed:
+            return ()
     if prior.incidents and not (logs_read and prior.incidents[0].cause == "unknown" and logs.cause not in _NO_FAULT):
         return prior.incidents
     if prior.dumps and not logs_read:
