@@ -1,7 +1,9 @@
 """What re-balancing by measured speed gains on two ranks of which one has half a core:
 `python -m benchmarks.load_balance`.
 
-Rank 1 is stopped (SIGSTOP) for half of every period, as a CPU quota would do. A supervised run with
+Rank 1 is stopped (SIGSTOP) for half of every ten milliseconds, as a CPU quota of such a period would do. A period longer
+than the time between two collectives would show nothing: a rank would find its peer either stopped or at full speed.
+A supervised run with
 `trainer.rank_speeds: measured` first measures the speeds. Then it is resumed, and in every other step the ledger has
 equal speeds instead of the measured ones, so that both kinds of steps alternate in one run, under the same load.
 `--share 1` slows nothing down: then both should be alike.
@@ -30,12 +32,13 @@ from lockstep.watch.beacon.reader import read_beacon
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUND_S = 900.0
+PERIOD_S = 0.01
 MEASURED = 12
 """Steps in which the speeds are measured."""
 
 
 @contextmanager
-def slowed(run: Path, name: str, share: float, period_s: float = 0.1) -> Iterator[None]:
+def slowed(run: Path, name: str, share: float, period_s: float = PERIOD_S) -> Iterator[None]:
     """Lets a process of a run work for a share of the time only."""
     ended = threading.Event()
 
