@@ -1,12 +1,12 @@
 """What re-balancing by measured speed gains on two ranks of which one has half a core:
 `python -m benchmarks.load_balance`.
 
-Rank 1 is stopped (SIGSTOP) for half of every ten milliseconds, as a CPU quota of such a period would do. A period longer
-than the time between two collectives would show nothing: a rank would find its peer either stopped or at full speed.
-A supervised run with
-`trainer.rank_speeds: measured` first measures the speeds. Then it is resumed, and in every other step the ledger has
-equal speeds instead of the measured ones, so that both kinds of steps alternate in one run, under the same load.
-`--share 1` slows nothing down: then both should be alike.
+Rank 1 is stopped (SIGSTOP) for half of every ten milliseconds, as a CPU quota of such a period would do. A period
+longer than the time between two collectives would show nothing: a rank would find its peer either stopped or at full
+speed. A supervised run with `trainer.rank_speeds: measured` first measures the speeds. Then it is resumed, and in
+every other step the ledger has equal speeds instead of the measured ones, so that both kinds of steps alternate in
+one run, under the same load. `--share 1` slows nothing down: then the measured speeds are equal, and there is nothing
+to compare.
 """
 
 import argparse
@@ -117,6 +117,8 @@ def main() -> None:
         train(folder, given.share, MEASURED, resume=False)
         with Ledger.resume(folder / "run") as ledger:
             speeds = measured_speeds(ledger.rank_loads("policy", SPEED_STEPS), 2)
+            if speeds == [1.0, 1.0]:
+                sys.exit("both ranks are equally fast: the work is divided equally in every step")
             for step in range(MEASURED, MEASURED + 2 * given.pairs):
                 ledger.record_rank_speeds(step, "policy", speeds if step % 2 else [1.0, 1.0])
         train(folder, given.share, MEASURED + 2 * given.pairs, resume=True)
