@@ -506,6 +506,30 @@ def test_close_leaves_nothing(request: pytest.FixtureRequest, cluster: Any, tmp_
         made.start([spec("c")])
 
 
+def test_workers_end_with_the_agent_that_started_them(
+    request: pytest.FixtureRequest, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if another agent takes its place before anybody has looked whether they have ended."""
+    looks, tick = threading.Event(), AgentCluster._tick
+    monkeypatch.setattr(AgentCluster, "_tick", lambda made: tick(made) if looks.is_set() else None)
+    with CLUSTERS[request.node.callspec.params["cluster"]](tmp_path) as made:
+        left = made.start([spec("left-0"), spec("left-1")])
+        agent = left[0].node.agent
+        os.kill(agent.address.pid, signal.SIGKILL)
+        until = time.monotonic() + 30.0
+        while agent.alive:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        (other,) = made.start([spec("other")])
+        looks.set()
+        assert other.node.agent is not agent
+        for worker in left:
+            with pytest.raises(WorkerDied):
+                worker.submit(Plain.add, 1).result("nothing", stall_s=10.0)
+            assert not worker.alive()
+        assert other.call(Plain.add, 1) == 1
+
+
 def test_the_token_does_not_travel_to_agents(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[bytes] = []
     queue, send = Connection.queue, Connection.send

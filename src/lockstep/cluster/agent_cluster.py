@@ -359,25 +359,26 @@ class AgentCluster(ABC):
             if not worker.dead and worker.pid:
                 by_node.setdefault(worker.node, []).append(worker)
         for node, workers in by_node.items():
-            (self._check_local if node.is_local else self._check_remote)(node, workers)
+            if node.is_local:
+                self._check_local(workers)
+            else:
+                self._check_remote(node, workers)
 
-    def _check_local(self, node: ClusterNode, workers: Sequence[RemoteWorker]) -> None:
-        agent_dead = not node.alive
-        taken_over = agent_dead and self._superseded
+    def _check_local(self, workers: Sequence[RemoteWorker]) -> None:
+        taken_over = not all(worker.agent_alive for worker in workers) and self._superseded
         for worker in workers:
             connection = worker.connection
             if connection is not None:
                 worker.observe(connection.bulk_bytes)
-            elif taken_over or (agent_dead and not processes.is_alive(worker.pid)):
+            elif not worker.agent_alive and (taken_over or not processes.is_alive(worker.pid)):
                 worker.mark_dead(None)
             elif not worker.connected_once:
                 usage = processes.process_usage(worker.pid)  # grows during imports, before messages are possible
                 worker.observe(None if usage is None else usage.cpu_s)
 
     def _check_remote(self, node: ClusterNode, workers: Sequence[RemoteWorker]) -> None:
-        agent_dead = not node.alive
         for worker in workers:
-            if agent_dead:
+            if not worker.agent_alive:
                 self._server.give_up(worker)
             elif worker.connection is not None:
                 worker.observe(worker.connection.bulk_bytes)

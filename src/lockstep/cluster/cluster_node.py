@@ -32,8 +32,6 @@ class ClusterNode:
 
     is_local = True
     """Whether this process sees the node's process ids, files and shared memory."""
-    why_lost = ""
-    """Why the node is lost, as a sentence; empty for the controller's host."""
     id = ""
     """The node's id in the cluster; empty if the cluster has only one node."""
 
@@ -51,6 +49,10 @@ class ClusterNode:
     def alive(self) -> bool:
         """Whether its agent is alive."""
         return self.agent is not None and self.agent.alive
+
+    def why_lost(self, agent: AgentClient | None) -> str:
+        """Why the node was lost with this agent of it, as a sentence; empty for the controller's host."""
+        return ""
 
     def environment_of(self, spec: WorkerSpec) -> dict[str, str]:
         """The environment of a worker on this node, without its manifest and the token."""
@@ -101,10 +103,8 @@ class RayNode(ClusterNode):
         self.refused_at = -math.inf
         """Monotonic time when a new agent was last requested in vain."""
 
-    @property
-    def why_lost(self) -> str:  # type: ignore[override]
-        """Why the node is lost, as a sentence."""
-        why = "its agent has ended" if self.agent is None else self.agent.why_gone or "its agent is gone"
+    def why_lost(self, agent: AgentClient | None) -> str:
+        why = "its agent has ended" if agent is None else agent.why_gone or "its agent is gone"
         return f"its node {self.info.name} is lost: {why}"
 
     def environment_of(self, spec: WorkerSpec) -> dict[str, str]:

@@ -265,9 +265,9 @@ class RayCluster(PlacedCluster):
         return False
 
     def _restart_agent(self, node: RayNode) -> bool:
-        """Starts a new agent on a node that Ray still has; returns whether it started. Workers of the old agent have
-        been given up."""
-        log.warning("%s; starting a new agent there", node.why_lost)
+        """Starts a new agent on a node that Ray still has; returns whether it started. The workers of the old agent end
+        with it."""
+        log.warning("%s; starting a new agent there", node.why_lost(node.agent))
         if node.agent is not None:
             node.agent.close()
         bound_s = max(10.0, 2 * self._config.node_lost_after_s)

@@ -69,6 +69,8 @@ class RemoteWorker:
         wake: called when the connection has data left to write, or is closed.
         """
         self.spec, self.name, self.node = spec, spec.name, node
+        self.agent = node.agent
+        """The agent that started it, and with which it ends; the node may have another one since."""
         self.log = node.logs / f"{spec.name}.log"
         """Path of the worker's log, on the worker's node."""
         self.pid = 0
@@ -133,8 +135,13 @@ class RemoteWorker:
         return (
             self._death is None
             and self.pid > 0
-            and (processes.is_alive(self.pid) if self.node.is_local else self.node.alive)
+            and (processes.is_alive(self.pid) if self.node.is_local else self.agent_alive)
         )
+
+    @property
+    def agent_alive(self) -> bool:
+        """Whether the agent that started it is alive."""
+        return self.agent is not None and self.agent.alive
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
         """Calls `callback` once it is known that the worker ended, in the thread that notices it; immediately if it is
@@ -257,7 +264,7 @@ class RemoteWorker:
             if self._death is not None:
                 return
             log_end = log_tail(self.log) if self.node.is_local else log_end
-            lost = "" if exit_code is not None or self.node.is_local else self.node.why_lost
+            lost = "" if exit_code is not None or self.node.is_local else self.node.why_lost(self.agent)
             self._death = WorkerDied(self.name, self.spec.rank, exit_code, log_end, lost)
             open_calls = self.node.calls.of(self)
             for call in open_calls:
@@ -328,12 +335,13 @@ def spawn_worker_process(worker: RemoteWorker, environment: Mapping[str, str], n
     """Asks the agent of the worker's node to start the process. Returns a future of its pid, which is also stored in
     the handle."""
     node: ClusterNode = worker.node
-    if node.agent is None:
+    agent = worker.agent = node.agent
+    if agent is None:
         raise AgentGone("start", f"{node.info.name} has no agent")
     preload = () if node.uses_cuda(device, environment) else worker.spec.preload
     python, folder = node.python_and_folder()
     argv = [python, "-P", "-m", "lockstep.cluster.rpc.worker_main"]  # a file in `folder` may be named as a module
-    pid = node.agent.submit_spawn(
+    pid = agent.submit_spawn(
         worker.name, argv, log_path=worker.log, env=environment, cwd=folder, preload=preload, note=note,
         trusted=True,
     )  # fmt: skip
