@@ -1,5 +1,6 @@
 """One run of an episode, with or without its faults: it is resumed where the faults end it, and then compared."""
 
+import math
 import os
 import shutil
 import signal
@@ -46,17 +47,18 @@ class Injected:
     fault: RunFault
     step: int
     at: float
+    """Wall time of the run's processes."""
     names: list[str] = field(default_factory=list)
     skipped: str = ""
     back_s: float | None = None
     """From the fault to the next committed step but one."""
     resumed: bool = False
-    over: float = 0.0
+    over: float = math.inf
     """Wall time at which the run continued."""
 
     @property
     def accusable(self) -> Accusable:
-        return Accusable(self.at, self.over or time.time(), tuple(self.names))
+        return Accusable(self.at, self.over, tuple(self.names))
 
 
 class EpisodeRun:
@@ -133,10 +135,10 @@ class EpisodeRun:
         began = time.monotonic()
         self._start()
         with Growth(self.site.run) as growth:
-            self._until(lambda: self._step() > 0, START_S, "the first step has not begun")
+            self._until(lambda: self.site.step > 0, START_S, "the first step has not begun")
             first = time.monotonic()
             for step, fault in self.episode.faults if self.disturbed else ():
-                self._until(lambda step=step: self._step() >= step, STALL_S, f"step {step} has not begun")  # type: ignore[misc]
+                self._until(lambda step=step: self.site.step >= step, STALL_S, f"step {step} has not begun")  # type: ignore[misc]
                 self._disturb(fault)
             self._until(lambda: self._ended() is not None, STALL_S, "the run has not ended", growing=True)
             self.span_s = time.monotonic() - first
@@ -171,8 +173,8 @@ class EpisodeRun:
         time.sleep(self.site.chance.uniform(0.0, 0.5))
         if self._ended() is not None:
             raise Broken(f"the run ended with exit code {self._ended()} before `{fault.name}`")
-        step = self._step()
-        done = Injected(fault, step, time.time())
+        step = self.site.step
+        done = Injected(fault, step, self.site.wall_time())
         self.faults.append(done)
         began = time.monotonic()
         self.site.run.members()
@@ -181,16 +183,16 @@ class EpisodeRun:
         try:
             done.names = inject(fault, self.site) or done.names
         except CannotInject as error:
-            done.skipped, done.over = str(error), time.time()
+            done.skipped, done.over = str(error), self.site.wall_time()
             self.tell(f"step {step}/{STEPS} {fault.name}: skipped, {error}")
             return
         if fault.may_end:
             self._resume_after(done)
         goal = min(step + 2, STEPS)
         try:
-            self._until(lambda: self._step() >= goal, STALL_S, f"no progress after `{fault.name}` in step {step}")
+            self._until(lambda: self.site.step >= goal, STALL_S, f"no progress after `{fault.name}` in step {step}")
         finally:
-            done.over = time.time()
+            done.over = self.site.wall_time()
         done.back_s = round(time.monotonic() - began, 3)
         self.tell(f"step {step}/{STEPS} {fault.name} ({', '.join(done.names[:2]) or 'machine'}): {done.back_s:.1f} s")
 
@@ -220,14 +222,14 @@ class EpisodeRun:
 
     def _until(self, there: Callable[[], bool], within_s: float, what: str, growing: bool = False) -> None:
         """Wait; with `growing`, the limit begins anew with every step."""
-        end, step = time.monotonic() + within_s, self._step()
+        end, step = time.monotonic() + within_s, self.site.step
         while not there():
             if self._ended() is not None:
                 if there():
                     return
                 raise Broken(f"the run ended with exit code {self._ended()}, and {what}")
-            if growing and self._step() != step:
-                end, step = time.monotonic() + within_s, self._step()
+            if growing and self.site.step != step:
+                end, step = time.monotonic() + within_s, self.site.step
             if time.monotonic() > end:
                 raise Broken(f"after {within_s:g} s {what}")
             self._pause()
@@ -236,11 +238,6 @@ class EpisodeRun:
         if self.stop_asked():
             raise Stopped
         time.sleep(0.02)
-
-    def _step(self) -> int:
-        """The controller's step, counted from 1; 0 before the first."""
-        position = self.site.run.position()
-        return 0 if position is None or position.step is None else position.step + 1
 
     def _ended(self) -> int | None:
         return self.site.run.process.poll()

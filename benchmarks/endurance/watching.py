@@ -96,7 +96,7 @@ class Accusable:
     """The processes that verdicts may name because of a fault."""
 
     at: float
-    """Wall time of the fault, and of the moment when its effects were over."""
+    """Wall time, in the run's processes, of the fault, and of the moment when its effects were over."""
     until: float
     names: tuple[str, ...]
 

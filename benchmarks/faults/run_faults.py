@@ -19,6 +19,8 @@ from benchmarks.launched_run import LaunchedRun
 SLOW_DISK_S, SLOW_BYTES_PER_S = 12.0, 256 << 10
 CUT_S = 20.0
 """A link is down for longer than a silent host is waited for (`Hosts` sets the time-outs of Ray and of runs)."""
+MOST_STEPS = 5
+"""A slow disk or a cut host does not last for more steps of a run that does without it."""
 JUMP_S = 3600
 OOM_S = 30.0
 
@@ -92,6 +94,21 @@ class Site:
     """A file whose creation freezes a trainer rank (`injected/sitecustomize.py`)."""
     clock: Path | None = None
     """The file with the shift of the run's clock."""
+
+    @property
+    def step(self) -> int:
+        """The controller's step, counted from 1; 0 before the first."""
+        position = self.run.position()
+        return 0 if position is None or position.step is None else position.step + 1
+
+    @property
+    def shift(self) -> int:
+        """Seconds by which the clock of the run's processes is wrong."""
+        return 0 if self.clock is None else int.from_bytes(self.clock.read_bytes(), "little", signed=True)
+
+    def wall_time(self) -> float:
+        """The time of day in the run's processes, in seconds since the epoch."""
+        return time.time() + self.shift
 
     def workers(self, role: str) -> dict[str, int]:
         """The pids of the living processes of a role, of `agent` or of `supervisor`, by name."""
@@ -167,7 +184,7 @@ def _slow_disk(fault: RunFault, site: Site) -> list[str]:
         for pid in (site.run.process.pid, *site.workers("policy").values()):
             with suppress(OSError):
                 (group / "cgroup.procs").write_text(str(pid))
-        time.sleep(SLOW_DISK_S)
+        _last(site, SLOW_DISK_S)
     return []
 
 
@@ -184,17 +201,23 @@ def _break_message(fault: RunFault, site: Site) -> list[str]:
 def _shift_clock(fault: RunFault, site: Site) -> list[str]:
     if site.clock is None:
         raise CannotInject("the run's clock cannot be shifted")
-    now = int.from_bytes(site.clock.read_bytes(), "little", signed=True)
-    shift_clock(site.clock, 0 if now else site.chance.choice((-JUMP_S, JUMP_S)))
+    shift_clock(site.clock, 0 if site.shift else site.chance.choice((-JUMP_S, JUMP_S)))
     return []
 
 
 def _cut(fault: RunFault, site: Site) -> list[str]:
     hosts = _hosts(site)
     hosts.cut()
-    time.sleep(CUT_S)
+    _last(site, CUT_S)
     hosts.mend()
     return []
+
+
+def _last(site: Site, seconds: float) -> None:
+    """Returns after some seconds, or before if the run does so many steps."""
+    end, first = time.monotonic() + seconds, site.step
+    while time.monotonic() < end and site.step - first < MOST_STEPS:
+        time.sleep(0.02)
 
 
 def _lose(fault: RunFault, site: Site) -> list[str]:
