@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from lockstep.base import waits
 from lockstep.base.network import PortRange
+from lockstep.base.text import count_noun
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, FrameRefused, WireError
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
@@ -254,7 +255,8 @@ class RpcServer:
         except (WireError, ValueError) as error:
             if isinstance(error, FrameRefused):
                 self.refused_frames += 1
-                log.warning("%d frames have been refused in this run; the worker connects anew", self.refused_frames)
+                refused = count_noun(self.refused_frames, "frame")
+                log.warning("%s refused in this run; the worker connects anew", refused)
             log.debug("%s: %s", connection.peer.name, error)
             self._drop(connection)
             connection.close()
