@@ -59,6 +59,7 @@ def colours(shown: Shown) -> list[str]:
     return re.findall(_COLOUR, shown.text)
 
 
+@pytest.mark.slow
 def test_no_color_leaves_the_live_line(home: Path) -> None:
     _, file = run_file(home, "colourless", steps=4)
     shown = on_terminal(["train", file], ROOT, 200, NO_COLOR="1")
@@ -89,6 +90,7 @@ def events_of(done: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_as_json(home: Path) -> None:
     run, file = run_file(home, "events", "grpo", report={**REPORT, "samples_every": 100})
     done = lockstep("train", file, "--log-format", "json")
@@ -110,6 +112,7 @@ def test_a_run_as_json(home: Path) -> None:
     assert again.returncode == 0 and events_of(again)[-1]["event"] == "note", again.stderr
 
 
+@pytest.mark.slow
 def test_refusals_and_progress_of_other_commands_as_json(home: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("recipe: sft\nname: x\nstepz: 3\n")
     done = lockstep("train", str(tmp_path / "bad.yaml"), "--log-format", "json")
@@ -132,6 +135,7 @@ def test_refusals_and_progress_of_other_commands_as_json(home: Path, tmp_path: P
     assert json.loads(done.stdout), "the result is on standard output, as without it"
 
 
+@pytest.mark.slow
 def test_verdicts_as_json(tmp_path: Path) -> None:
     """Of a job that hangs; its own lines are between the events."""
     job = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/stuck_rank.py"]

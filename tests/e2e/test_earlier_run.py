@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -15,6 +16,7 @@ from lockstep.ledger.ledger import Ledger
 EARLIER = Path(__file__).with_name("earlier_run")
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_resumes_with_the_same_weights(tmp_path: Path) -> None:
     """Bitwise on the kind of machine that made the run; 1e-5 elsewhere, as other processors round differently."""
     here = tmp_path / "work"

@@ -72,6 +72,7 @@ def grpo(home: Path, name: str, environment: dict[str, Any], **changes: Any) -> 
     return config(home, "grpo", name=name, **given)
 
 
+@pytest.mark.slow
 def test_a_run_with_an_environment_that_branches(folder: Path) -> None:
     values = grpo(folder, "branching", {"path": f"{folder}/world.py:Echo", "branches": [2]}, steps=2)
     run = folder / "runs" / "branching"

@@ -122,6 +122,7 @@ def test_the_dashboard_names_its_own_extra(core: Path, tmp_path: Path) -> None:
     assert "pip install 'lockstep-rl[dashboard]'" in printed and "Traceback" not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("install")
 @pytest.mark.timeout(600)
 def test_with_the_extra_dashboard_it_is_served_without_torch(tmp_path: Path, wheel: Path, constraints: Path) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import ENVIRONMENT, config, task, write
 
 SCRIPT = str(Path(__file__).with_name("best_of_n.py"))
@@ -16,6 +17,7 @@ def lockstep(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_a_new_recipe_learns_without_a_change_in_run(tmp_path: Path) -> None:
     values = config(task(tmp_path), "grpo", steps=6, name="best", checkpoint={"every": 3})
     values |= {"recipe": "best_of_n", "trainer": {"ranks": 1, "threads": 1, "optimizer": {"lr": 1e-2}}}

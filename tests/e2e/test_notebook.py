@@ -16,6 +16,7 @@ def results(notebook: Any) -> list[str]:
     return [output["data"]["text/plain"] for output in found if output["output_type"] == "execute_result"]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="the extra `dev` brings a kernel and a client for notebooks")
     client = pytest.importorskip("nbclient")

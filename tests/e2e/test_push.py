@@ -55,6 +55,7 @@ def push(
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_run_is_pushed_with_its_card(run: Path, hub: Hub, tmp_path: Path) -> None:
     tried = push(None, tmp_path, str(run), "sort-grpo", "--step", "1", "--dry-run", token=None)
     assert tried.returncode == 0, tried.stderr
@@ -80,6 +81,7 @@ def test_a_run_is_pushed_with_its_card(run: Path, hub: Hub, tmp_path: Path) -> N
     assert str(run.parents[1]) not in card and os.uname().nodename not in card
 
 
+@pytest.mark.slow
 def test_a_damaged_folder_is_not_pushed(run: Path, hub: Hub, tmp_path: Path) -> None:
     export_checkpoint(run, tmp_path / "export")
     file = tmp_path / "export/model.safetensors"
@@ -141,6 +143,7 @@ def test_what_is_no_model_is_refused(
         push_model(str(run if source == "RUN" else tmp_path / source), HubRepository(name), dry_run=True, **options)
 
 
+@pytest.mark.slow
 def test_an_upload_that_fails_leaves_no_commit_and_says_so(run: Path, hub: Hub, tmp_path: Path) -> None:
     hub.fail_uploads = True
     done = push(hub, tmp_path, str(run), "sort-grpo")

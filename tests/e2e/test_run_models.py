@@ -100,6 +100,7 @@ def test_an_evaluation_of_the_export_gives_the_numbers_of_the_run(project: Path,
     assert (found["prompts"], found["n"], found["by_source"]) == (16, 1, {})
 
 
+@pytest.mark.slow
 def test_several_completions_are_scored_by_data_source(project: Path, use: Callable[..., Used], tmp_path: Path) -> None:
     """From the newest checkpoint. The first completion of each prompt is that of an evaluation with one."""
     rows = [{"prompt": f"{n}=", "answer": f"{n}"[0], "data_source": "odd" if n % 2 else "even"} for n in range(10, 17)]
@@ -122,6 +123,7 @@ def test_several_completions_are_scored_by_data_source(project: Path, use: Calla
     assert [each["completion"] for each in alone] == [each["completion"] for each in records if each["index"] == 0]
 
 
+@pytest.mark.slow
 def test_prompts_come_from_everywhere(project: Path, use: Callable[..., Used]) -> None:
     run = str(project / "runs/grpo")
     given = use("generate", run, "12=", "07=", "-n", "2", "--json", "--seed", "5", "--output", "same.jsonl")

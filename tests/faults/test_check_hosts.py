@@ -199,6 +199,7 @@ def test_a_wrong_address_of_the_head_is_reported_by_the_probe(cable: Cable) -> N
         launcher.stop()
 
 
+@pytest.mark.slow
 def test_the_self_test_names_ranks_that_cannot_connect(cable: Cable) -> None:
     """A firewall between the hosts closes the ports of the store and of gloo, and lets only the check's through."""
     launcher = probes(cable)
@@ -216,6 +217,7 @@ def test_the_self_test_names_ranks_that_cannot_connect(cable: Cable) -> None:
         launcher.stop()
 
 
+@pytest.mark.slow
 def test_the_self_test_reports_a_bad_interface_in_the_environment(cable: Cable) -> None:
     launcher = probes(cable)
     try:

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "ledger"))
 
 from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
@@ -65,6 +67,7 @@ def writer_functions() -> str:
     return str(Path(__file__).parents[1] / "unit" / "ledger")
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path):
     folder = tmp_path / "run"
     Ledger.create(folder, CONFIG).close()

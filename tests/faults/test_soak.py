@@ -45,6 +45,7 @@ def one_core() -> Iterator[None]:
     os.sched_setaffinity(0, before)
 
 
+@pytest.mark.slow
 def test_the_hardest_activities_of_the_soak_confirm_no_process(tmp_path: Path, one_core: None) -> None:
     """One follower per activity, on one core with two busy loops; all processes, agent and supervisor included, are
     briefly stopped."""

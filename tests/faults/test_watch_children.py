@@ -31,6 +31,7 @@ def test_a_worker_of_a_rank_is_named_as_its_rank(tmp_path: Path, fault: str, kin
     assert not any(f"rank {1 - rank} (" in line.partition(";")[0] for line in said), errors
 
 
+@pytest.mark.slow
 def test_workers_that_end_normally_are_no_fault(tmp_path: Path) -> None:
     job = torchrun(JOB, "--fault", "none", "--path", str(tmp_path / "store"))
     code, _, errors = finish(watch(tmp_path, *job, options=OPTIONS))

@@ -161,6 +161,7 @@ def test_a_failure_of_the_recorder_does_not_fail_the_job(tmp_path: Path) -> None
     assert "not recorded" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_in_an_environment_without_lockstep(tmp_path: Path) -> None:
     """Torch is installed and Lockstep is not: the recorder is found by the command's environment variables."""
     venv.create(tmp_path / "venv", symlinks=True)

@@ -117,6 +117,7 @@ def folder(tmp_path):
     shutil.rmtree(made)
 
 
+@pytest.mark.slow
 def test_two_writers_and_a_reader(folder):
     store = WeightStore.create(folder, PLAN, writers=2)
     writers = [Process(WRITER, folder, rank) for rank in (0, 1)]

@@ -64,6 +64,7 @@ def test_a_hostile_run_folder_controls_no_terminal(command: list[str], hostile_r
     assert shown.dangers() == [] and shown.obeyed_markup() == [], shown.text
 
 
+@pytest.mark.slow
 def test_a_hostile_model_controls_no_terminal_through_push(tmp_path: Path) -> None:
     """Names of files and the README of a folder that somebody else has exported."""
     model = make_tiny(tmp_path / "model", max_length=32)
@@ -80,6 +81,7 @@ def test_hostile_completions_control_no_terminal(hostile_run: Path) -> None:
     assert shown.dangers() == [] and shown.obeyed_markup() == [], shown.text
 
 
+@pytest.mark.slow
 def test_a_hostile_prompt_controls_no_terminal_through_generate(tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "model", max_length=512)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": HOSTILE}) + "\n")

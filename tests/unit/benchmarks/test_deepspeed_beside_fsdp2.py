@@ -46,6 +46,7 @@ assert memory("VmHWM") <= high - size // 2
 """
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_since_it_was_reset():
     subprocess.run([sys.executable, "-c", PEAK], cwd=ROOT, check=True)
 

@@ -87,6 +87,7 @@ def test_the_calibration_error_is_the_mean_gap_between_confidence_and_success(
     assert calibration_lines(answers) == calibration_lines(answers)
 
 
+@pytest.mark.slow
 def test_a_function_that_decides_cases_has_an_effect(cases: list[ReadCase], rules: KnowledgeBase) -> None:
     plain = [answer(read, rules) for read in cases]
     effects = {each.name: each for each in function_effects(cases, rules, plain, "factors.ended_well")}

@@ -131,6 +131,7 @@ def test_a_part_that_hangs_is_killed_with_its_children(tmp_path, monkeypatch):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_part_ends_with_the_command(tmp_path):
     """Who gives a machine back sends SIGTERM."""
     program = (

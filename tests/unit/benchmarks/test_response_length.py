@@ -31,6 +31,7 @@ def test_the_committed_results_are_of_all_seeds_of_both_settings():
     assert all(max(each["length"]) <= MAX_TOKENS and min(each["truncated"]) >= 0 for each in lines)
 
 
+@pytest.mark.slow
 def test_the_plot_has_every_seed_of_both_settings(tmp_path):
     draw([line(False, 1, 6.0), line(True, 1, 10.0)], tmp_path / "plot.svg")
     for path in (tmp_path / "plot.svg", PLOT):

@@ -94,6 +94,7 @@ def test_the_counters_of_engines_are_not_asked_for_while_they_are_waited_for(tmp
     of.close()
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_and_tells_every_part() -> None:
     size = Size(8, 32, 4, 8)
     ((spent, calls, traffic),) = measure([size], 1, 0.05)
