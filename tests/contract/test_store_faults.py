@@ -13,7 +13,7 @@ from lockstep.ledger import Ledger, RunIsActive
 from lockstep.ledger.store import mirror as mirrors
 from lockstep.ledger.store import object_store
 from lockstep.ledger.store.manifest import newest_manifest
-from lockstep.ledger.store.mirror import StoreIncomplete, StoreMirror, claim_store, mirrored
+from lockstep.ledger.store.mirror import StoreIncomplete, StoreMirror, claim_store, has_all, mirrored
 from lockstep.ledger.store.object_store import ObjectStore, StoreError
 from lockstep.ledger.store.restore import StoreState, read_state, restore_run, write_state
 
@@ -102,6 +102,20 @@ def test_exports_of_any_name_and_place(mirror, tmp_path) -> None:
     assert not any(b"SECRET" in path.read_bytes() for path in shared)
     there = restore_run(mirror.url, tmp_path / "there")
     assert (there / "my model é" / "a b.txt").read_text() == "model"
+
+
+def test_whether_the_store_of_an_ended_run_has_all_of_it(mirror, tmp_path) -> None:
+    """The folder knows, and so does one that another machine restored."""
+    store, other = StoreConfig(url=f"file://{tmp_path}/shared/"), StoreConfig(url=f"file://{tmp_path}/other")
+    with Ledger.create(tmp_path / "run", CONFIG) as ledger, mirrored(mirror, ledger, (), lambda line: None):
+        do_step(ledger, 0)
+        mirror.copy_now()
+        assert not has_all(store, "run", restore_run(mirror.url, tmp_path / "early"))
+        (ledger.folder / "summary.json").write_text("{}")
+        assert not has_all(store, "run", ledger.folder)
+    for folder in (tmp_path / "run", restore_run(mirror.url, tmp_path / "there")):
+        assert has_all(store, "run", folder) and has_all(None, "run", folder)
+        assert not has_all(other, "run", folder)
 
 
 def test_a_second_start_does_not_stop_the_run(mirror, ledger, tmp_path) -> None:

@@ -12,6 +12,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import SUMMARY_FILE
+from lockstep.ledger.store.mirror import has_all
 from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.evaluation.early_stopping import stop_reason
 from lockstep.run.planning.working_folder import START_EVENT
@@ -66,7 +67,8 @@ def check_same_data(
 
 
 def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
-    """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is the last file of a run."""
+    """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is its last file, and if its
+    exports and its copy in a store are complete. Else the run is resumed, to make them so."""
     try:
         summary = read_json(ledger.folder / SUMMARY_FILE)
         attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
@@ -76,7 +78,8 @@ def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
     exported = all(export.is_dir() for export in exports)
     history = {row.step + 1: row.metrics for row in ledger.evaluation_metrics()}
     stopped = stop_reason(config.early_stopping, history, done)
-    if (attempt, reason) == (ledger.generation, "finished") and (done >= config.steps or stopped) and exported:
+    finished = (attempt, reason) == (ledger.generation, "finished") and (done >= config.steps or bool(stopped))
+    if finished and exported and has_all(config.store, config.name, ledger.folder):
         release_shared_memory(ledger.folder)
         where = f", its model is in {' and '.join(map(str, exports))}" if exports else ""
         more = "For more, raise steps"
