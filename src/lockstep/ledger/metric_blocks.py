@@ -20,9 +20,6 @@ BLOCK_STEPS = 1000
 """Steps of a block."""
 THIN = 10
 """Every so many steps, a row of a block is kept apart."""
-BLOCKS_TABLE = """
-CREATE TABLE IF NOT EXISTS metric_blocks (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, count INTEGER NOT NULL,
-  sums TEXT NOT NULL, thin BLOB NOT NULL, rows BLOB NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL)"""
 SUMMED = ("rollout/tokens",)
 """Metrics whose sums a block has, besides the times of stages."""
 
@@ -72,7 +69,7 @@ def unpack_from(transaction: IndexTransaction, step: int) -> None:
 def metric_texts(index: LedgerIndex, after: int, before: int, most: int | None) -> list[Row]:
     """Returns the rows of the steps between, by step; if there are more than `most`, some at even distances and the
     last."""
-    blocks = has_blocks(index)
+    blocks = index.has_table("metric_blocks")
     span = after, before
     count = index.rows("SELECT count(*) FROM metrics WHERE step > ? AND step < ?", *span)[0][0]
     where = "FROM metric_blocks WHERE last > ? AND first < ?"
@@ -95,7 +92,7 @@ def newest_with(index: LedgerIndex, metric: str, before: int) -> Row | None:
     if rows := index.rows(f"{sql} LIMIT 1", before, name):
         step, at, generation, values = rows[0]
         return step, at, generation, values
-    if has_blocks(index):
+    if index.has_table("metric_blocks"):
         sql = "SELECT rows FROM metric_blocks WHERE first < ? ORDER BY first DESC LIMIT 3"
         for (packed,) in index.rows(sql, before):
             known = [row for row in _unpacked(packed) if row[0] < before and f'"{metric}":' in row[3]]
@@ -108,7 +105,7 @@ def metric_totals(index: LedgerIndex, before: int) -> MetricTotals:
     """Returns the sums over all steps below this one."""
     count, sums = 0, dict[str, float]()
     sql = "SELECT last, count, sums, CASE WHEN last < ? THEN NULL ELSE rows END FROM metric_blocks WHERE first < ?"
-    for last, number, text, packed in index.rows(sql, before, before) if has_blocks(index) else ():
+    for last, number, text, packed in index.rows(sql, before, before) if index.has_table("metric_blocks") else ():
         if last < before:
             count, sums = count + number, _added(sums, index.parse(text, dict))
         else:
@@ -118,14 +115,9 @@ def metric_totals(index: LedgerIndex, before: int) -> MetricTotals:
     return MetricTotals(count + len(texts), _added(sums, _sums(texts)))
 
 
-def has_blocks(index: LedgerIndex) -> bool:
-    """Whether the ledger is of a version that makes blocks, and not only opened for reading since."""
-    return bool(index.rows("SELECT 1 FROM sqlite_master WHERE name = 'metric_blocks'"))
-
-
 def count_blocks(index: LedgerIndex) -> int:
     """The number of blocks."""
-    return int(index.rows("SELECT count(*) FROM metric_blocks")[0][0]) if has_blocks(index) else 0
+    return int(index.rows("SELECT count(*) FROM metric_blocks")[0][0]) if index.has_table("metric_blocks") else 0
 
 
 def _put_block(transaction: IndexTransaction, first: int, last: int, rows: list[tuple[Any, ...]]) -> None:

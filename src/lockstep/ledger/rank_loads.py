@@ -111,7 +111,7 @@ class RankLoadRecords:
         return rows[::-1]
 
     def _load_rows(self, rest: str, *values: object) -> list[RankLoadRow]:
-        if not self._index.rows("SELECT 1 FROM sqlite_master WHERE name = 'loads'"):
+        if not self._index.has_table("loads"):
             return []  # a run of a version that measured none
         found = []
         for step, role, speeds, load in self._index.rows(f"SELECT step, role, speeds, load FROM loads {rest}", *values):
