@@ -6,6 +6,7 @@ blocks back into rows when a run goes back to such a step.
 """
 
 import json
+import sqlite3
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -82,6 +83,10 @@ def metric_texts(index: LedgerIndex, after: int, before: int, most: int | None) 
     sql = 'SELECT step, at, generation, "values" FROM metrics WHERE step > ? AND step < ?'
     last = "(SELECT max(step) FROM metrics WHERE step < ?)"
     rows = index.rows(f"{sql} AND (step % ? = 0 OR step = {last}) ORDER BY step", *span, stride, before)
+    if stride > 1 and not rows:  # the last is in a block
+        for (packed,) in index.rows(f"SELECT rows {where} ORDER BY first DESC LIMIT 1", *span):
+            newest = [row for row in _unpacked(packed) if after < row[0] < before][-1:]
+            found += [row for row in newest if row not in found[-1:]]
     return [*found, *((step, at, generation, values) for step, at, generation, values in rows)]
 
 
@@ -92,12 +97,12 @@ def newest_with(index: LedgerIndex, metric: str, before: int) -> Row | None:
     if rows := index.rows(f"{sql} LIMIT 1", before, name):
         step, at, generation, values = rows[0]
         return step, at, generation, values
-    if index.has_table("metric_blocks"):
-        sql = "SELECT rows FROM metric_blocks WHERE first < ? ORDER BY first DESC LIMIT 3"
-        for (packed,) in index.rows(sql, before):
-            known = [row for row in _unpacked(packed) if row[0] < before and f'"{metric}":' in row[3]]
-            if known:
-                return known[-1]
+    firsts = "SELECT first FROM metric_blocks WHERE first < ? ORDER BY first DESC"
+    for (first,) in index.rows(firsts, before) if index.has_table("metric_blocks") else ():
+        [(packed,)] = index.rows("SELECT rows FROM metric_blocks WHERE first = ?", first)
+        known = [row for row in _unpacked(packed) if row[0] < before and f'"{metric}":' in row[3]]
+        if known:
+            return known[-1]
     return None
 
 
@@ -140,8 +145,8 @@ def _packed(rows: Iterable[tuple[Any, ...]]) -> bytes:
 def _unpacked(packed: bytes) -> list[Row]:
     try:
         return [(step, at, generation, values) for step, at, generation, values in json.loads(zlib.decompress(packed))]
-    except zlib.error as error:
-        raise ValueError(f"a block of metrics cannot be unpacked: {error}") from error
+    except (zlib.error, ValueError, TypeError) as error:  # the index makes an IndexDamaged of it
+        raise sqlite3.DatabaseError(f"a block of metrics cannot be unpacked: {error}") from error
 
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -154,11 +159,18 @@ def _sums(texts: Iterable[str]) -> dict[str, float]:
         try:
             values = _decode(text)
         except (msgspec.DecodeError, UnicodeEncodeError):  # NaN, which Python writes and msgspec refuses
-            values = parse_json(text, "a row of metrics")
+            values = _parsed(text)
         for name, value in values.items():
             if (name.startswith("time/") or name in SUMMED) and isinstance(value, int | float):
                 sums[name] = sums.get(name, 0.0) + value
     return sums
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        return dict(parse_json(text, "a row of metrics"))
+    except (ValueError, TypeError) as error:
+        raise sqlite3.DatabaseError(f"a row of metrics cannot be read: {error}") from error
 
 
 def _added(sums: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
