@@ -306,11 +306,13 @@ class TableRows(DatasetRows):
     def __getitem__(self, row: int) -> DatasetRow:
         if not 0 <= row < self._count:
             raise IndexError(f"row {row} of {self._count}")
-        if hasattr(self._source, "slice"):
-            found: DatasetRow = self._source.slice(row, 1).to_pylist()[0]
-            return found
-        found = self._source[row]
-        return dict(found) if isinstance(found, dict) else dict(found.to_pylist()[0])
+        try:
+            if hasattr(self._source, "slice"):
+                return dict(self._source.slice(row, 1).to_pylist()[0])
+            found = self._source[row]
+            return dict(found) if isinstance(found, dict) else dict(found.to_pylist()[0])
+        except (ValueError, OSError) as error:  # such as text that is not UTF-8, which Arrow does not look at before
+            raise self.data_error(row, BadRow(None, f"it cannot be read: {error}", "Write the file again.")) from error
 
 
 def _has_images(feature: Any) -> bool:

@@ -1,5 +1,6 @@
 """All kinds of datasets, and errors in them."""
 
+import errno
 import gzip
 import json
 from pathlib import Path
@@ -118,6 +119,46 @@ def test_large_parquet_goes_through_memory_mapped_datasets(tmp_path, monkeypatch
     rows = load_rows(DatasetConfig(path=str(parquet(tmp_path / "a.parquet"))))
     assert [rows[i] for i in range(5)] == ROWS
     assert rows._source.cache_files
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_parquet_file_with_a_damaged_page(tmp_path, monkeypatch, large) -> None:
+    """Its footer is whole, so it can be opened."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    if large:
+        monkeypatch.setattr(module, "LARGE_PARQUET_BYTES", 10)
+    path = parquet(tmp_path / "a.parquet", [{"prompt": "word " * 2000 + str(n)} for n in range(8)])
+    data = bytearray(path.read_bytes())
+    data[4:200] = b"\xff" * 196
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="cannot be read as a Parquet file") as caught:
+        load(path)
+    assert str(path) in str(caught.value) and "generating the dataset" not in str(caught.value)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_text_in_parquet_that_is_not_utf8(tmp_path, monkeypatch, large) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    if large:
+        monkeypatch.setattr(module, "LARGE_PARQUET_BYTES", 10)
+    texts = pa.array([b"good", b"\xff\xfe", b"good"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "a.parquet")
+    rows = load_rows(DatasetConfig(path=str(tmp_path / "a.parquet")))
+    assert rows[0] == {"prompt": "good"} == rows[2]
+    with pytest.raises(DataError, match="row 1: it cannot be read"):
+        rows[1]
+
+
+def test_a_cache_of_large_parquet_files_without_room(tmp_path, monkeypatch) -> None:
+    import datasets
+
+    def full(*arguments: object, **options: object) -> None:
+        raise datasets.exceptions.DatasetGenerationError("while generating") from OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(datasets.Dataset, "from_parquet", full)
+    monkeypatch.setattr(module, "LARGE_PARQUET_BYTES", 10)
+    with pytest.raises(DataError, match=r"cache of `datasets`.*HF_DATASETS_CACHE"):
+        load(parquet(tmp_path / "a.parquet"))
 
 
 def test_a_folder_yields_the_files_of_the_split(tmp_path) -> None:
