@@ -225,6 +225,9 @@ class TaskRows(DatasetRows):
     def __len__(self) -> int:
         return self._count
 
+    def digest(self) -> str:
+        return ""
+
     def __getitem__(self, row: int) -> DatasetRow:
         if not 0 <= row < self._count:
             raise IndexError(f"row {row} of {self._count}")

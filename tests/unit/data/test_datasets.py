@@ -1,5 +1,6 @@
 """All kinds of datasets, and errors in them."""
 
+import datetime
 import errno
 import gzip
 import json
@@ -159,6 +160,21 @@ def test_a_cache_of_large_parquet_files_without_room(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(module, "LARGE_PARQUET_BYTES", 10)
     with pytest.raises(DataError, match=r"cache of `datasets`.*HF_DATASETS_CACHE"):
         load(parquet(tmp_path / "a.parquet"))
+
+
+def test_the_digest_finds_other_content(tmp_path) -> None:
+    """Of the same rows it is the same in each format; of a row between those that are looked at it is not seen."""
+    many = [{"prompt": f"p{n}", "answer": str(n)} for n in range(2500)]
+    paths = [jsonl(tmp_path / "a.jsonl", many), parquet(tmp_path / "a.parquet", many)]
+    digests = {load_rows(DatasetConfig(path=str(path))).digest() for path in paths}
+    assert len(digests) == 1
+    for row, seen in ((0, True), (2499, True), (1, False), (1500, True)):
+        changed = [*many[:row], {"prompt": "other", "answer": "1"}, *many[row + 1 :]]
+        assert (load_rows(DatasetConfig(path=str(jsonl(paths[0], changed)))).digest() not in digests) == seen
+    pq.write_table(pa.table({"b": [b"1", b"2"], "c": [datetime.date(2020, 1, 1)] * 2}), paths[1])
+    first = load_rows(DatasetConfig(path=str(paths[1]))).digest()
+    pq.write_table(pa.table({"b": [b"1", b"3"], "c": [datetime.date(2020, 1, 1)] * 2}), paths[1])
+    assert load_rows(DatasetConfig(path=str(paths[1]))).digest() != first
 
 
 def test_a_folder_yields_the_files_of_the_split(tmp_path) -> None:

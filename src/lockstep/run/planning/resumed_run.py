@@ -51,9 +51,14 @@ def earlier_starts(folder: Path) -> list[StartFields]:
 
 
 def check_same_data(
-    folder: Path, starts: Sequence[StartFields], sources: Sequence[DatasetConfig], row_counts: Sequence[int]
+    folder: Path,
+    starts: Sequence[StartFields],
+    sources: Sequence[DatasetConfig],
+    row_counts: Sequence[int],
+    row_digests: Sequence[str],
 ) -> None:
-    """Raises RunRefused if the number of rows has changed since the run began: rows would be repeated or skipped."""
+    """Raises RunRefused if the number of rows has changed since the run began (rows would be repeated or skipped), or
+    the content of those rows that are in the digest."""
     if not starts:
         return
     # Earlier versions recorded only the total.
@@ -63,6 +68,13 @@ def check_same_data(
             raise RunRefused(
                 f"{data.path} had {count_noun(old, 'row')} to use when {folder} began, "
                 f"and has {new} now, in another order: restore the data, or start a new run (name=...)"
+            )
+    digests = next((fields["row_digests"] for fields in starts if "row_digests" in fields), row_digests)
+    for data, was, is_now in zip(sources, digests, row_digests, strict=True):
+        if was != is_now:
+            raise RunRefused(
+                f"{data.path} had other rows when {folder} began, as many as now: restore the data, or start a new run "
+                "(name=...)"
             )
 
 

@@ -52,6 +52,31 @@ def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> Non
             prepare_run(None, fresh.folder)
 
 
+def test_a_run_is_not_resumed_with_other_rows(tmp_path: Path) -> None:
+    make_tiny(
+        tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
+    )
+    data = tmp_path / "data.jsonl"
+    write(data, 20)
+    values: dict[str, Any] = {
+        "recipe": "sft", "name": "x", "folder": str(tmp_path), "steps": 4, "batch_size": 4,
+        "model": {"path": str(tmp_path / "model")}, "data": {"path": str(data)}, "cluster": {"device": "cpu"},
+    }  # fmt: skip
+    config = check_config(values, "test")
+    fresh = prepare_run(config, None)
+    with Ledger.create(fresh.folder, config.model_dump(mode="json")) as ledger:
+        ledger.record_event(START_EVENT, rows=20, row_counts=[20])  # of an earlier version
+        ledger.record_event(START_EVENT, rows=20, row_counts=[20], row_digests=fresh.row_digests)
+        ledger.record_event(START_EVENT, rows=20, row_counts=[20], row_digests=["of no resumed run"])
+    whole = data.read_text()
+    assert prepare_run(None, fresh.folder).row_digests == fresh.row_digests
+    data.write_text(whole.replace("7=", "8=", 1))
+    with pytest.raises(RunRefused, match=r"data\.jsonl had other rows when .* began, as many as now: restore the data"):
+        prepare_run(None, fresh.folder)
+    data.write_text(whole)
+    prepare_run(None, fresh.folder)
+
+
 def test_an_overlong_prompt_of_evaluation_that_was_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
