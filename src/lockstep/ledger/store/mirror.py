@@ -133,6 +133,9 @@ class StoreMirror:
                 raise StoreError(self.url, f"already holds a run of {self._newest.host}: {remedy}")
             if state is None or state.url != self.url or self._newest.writer not in state.writers:
                 raise ContinuedElsewhere(self.url, self._newest)
+        elif self._newest is not None and folder is None:
+            began = f"a process on {self._newest.host} began a run of this name at {self._newest.when}"
+            self.report(f"store {self.url}: {began} and has stored nothing: if it still runs, it will stop")
         claimed = next_manifest(self._newest, self._run, self._parent, self._writer)
         if folder is not None:  # before the claim: if this process is killed after it, the folder still continues it
             before = () if self._newest is None else (self._newest.writer,)
