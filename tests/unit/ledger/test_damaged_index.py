@@ -13,6 +13,7 @@ from ledger_helpers import CONFIG, make_rollouts
 
 from lockstep.ledger import Ledger, metric_blocks
 from lockstep.ledger.errors import IndexDamaged, LedgerError, NotARun
+from lockstep.ledger.rank_loads import RankLoads
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ledger.record_rollouts(step, make_rollouts(step))
             ledger.record_metrics(step, {"loss": 1.0})
             ledger.record_event("seen", text="x" * 500)
+            ledger.record_rank_loads(step, {"policy": RankLoads([1.0], [-1.0], [0.0], [10], [10.0])})
             ledger.commit(step, {})
             ledger.record_checkpoint(step, folder / "checkpoints" / f"{step + 1:08d}")
         assert ledger.compact(most=1) == 1
@@ -34,6 +36,7 @@ def read_all(folder: Path) -> None:
     with Ledger.reader(folder) as ledger:
         ledger.config(), ledger.events(), ledger.commits(), ledger.metrics_rows(), ledger.evaluations()
         ledger.metric_totals(100), ledger.newest_metrics("none", 100), ledger.metrics_rows(most=10)
+        ledger.rank_loads()
         ledger.collected_steps(), ledger.steps_done()
 
 
@@ -76,6 +79,7 @@ def test_damage_names_the_file(whole: Path, tmp_path: Path, damage, kind) -> Non
         "UPDATE metric_blocks SET rows = x'00'", "UPDATE metric_blocks SET rows = 'text'",
         f"UPDATE metric_blocks SET rows = x'{zlib.compress(b'[1]').hex()}'",
         f"UPDATE metric_blocks SET rows = x'{zlib.compress(b'[').hex()}'", "UPDATE metric_blocks SET sums = '[1]'",
+        "UPDATE loads SET load = '{'", "UPDATE loads SET load = '{\"x\": [1]}'", "UPDATE loads SET load = '[1]'",
     ],
 )  # fmt: skip
 def test_values_that_nobody_wrote(whole: Path, tmp_path: Path, sql: str) -> None:
