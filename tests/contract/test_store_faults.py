@@ -12,8 +12,8 @@ from lockstep.config.fault_tolerance import StoreConfig
 from lockstep.ledger import Ledger, RunIsActive
 from lockstep.ledger.store import mirror as mirrors
 from lockstep.ledger.store import object_store
-from lockstep.ledger.store.manifest import newest_manifest
-from lockstep.ledger.store.mirror import StoreIncomplete, StoreMirror, claim_store, mirrored
+from lockstep.ledger.store.manifest import ContinuedElsewhere, newest_manifest
+from lockstep.ledger.store.mirror import StoreIncomplete, StoreMirror, claim_store, has_all, mirrored
 from lockstep.ledger.store.object_store import ObjectStore, StoreError
 from lockstep.ledger.store.restore import StoreState, read_state, restore_run, write_state
 
@@ -104,11 +104,55 @@ def test_exports_of_any_name_and_place(mirror, tmp_path) -> None:
     assert (there / "my model é" / "a b.txt").read_text() == "model"
 
 
+def test_whether_the_store_of_an_ended_run_has_all_of_it(mirror, tmp_path) -> None:
+    """The folder knows, and so does one that another machine restored."""
+    store, other = StoreConfig(url=f"file://{tmp_path}/shared/"), StoreConfig(url=f"file://{tmp_path}/other")
+    with Ledger.create(tmp_path / "run", CONFIG) as ledger, mirrored(mirror, ledger, (), lambda line: None):
+        do_step(ledger, 0)
+        mirror.copy_now()
+        assert not has_all(store, "run", restore_run(mirror.url, tmp_path / "early"))
+        (ledger.folder / "summary.json").write_text("{}")
+        assert not has_all(store, "run", ledger.folder)
+    for folder in (tmp_path / "run", restore_run(mirror.url, tmp_path / "there")):
+        assert has_all(store, "run", folder) and has_all(None, "run", folder)
+        assert not has_all(other, "run", folder)
+
+
 def test_a_second_start_does_not_stop_the_run(mirror, ledger, tmp_path) -> None:
     with pytest.raises(RunIsActive):
         claim_store(StoreConfig(url=f"file://{tmp_path}/shared"), "run", "runs", ledger.folder)
     do_step(ledger, 1)
     assert mirror.copy_now()
+
+
+def test_two_new_runs_of_one_name_lose_nothing(tmp_path) -> None:
+    """The second starts before the first has stored anything: the first is refused later, and can go elsewhere."""
+    base, lines = f"file://{tmp_path}/shared", list[str]()
+    runs = {name: StoreMirror(base, "run", "runs", lines.append) for name in ("one", "two")}
+    for mirror in runs.values():
+        mirror.claim(None)
+    assert len(lines) == 1 and "began a run of this name" in lines[0] and "it will stop" in lines[0]
+    for name, mirror in runs.items():
+        with Ledger.create(tmp_path / name / "run", CONFIG) as ledger:
+            mirror._folder = ledger.folder
+            write_state(ledger.folder, StoreState(mirror.url, (mirror._writer,)))
+            for step in range(3 if name == "one" else 2):
+                do_step(ledger, step)
+            if name == "one":
+                with pytest.raises(ContinuedElsewhere, match="has continued the run since"):
+                    mirror.copy_now()
+            else:
+                assert mirror.copy_now()
+    with Ledger.reader(restore_run(f"{base}/run", tmp_path / "there")) as ledger:
+        assert ledger.collected_steps() == [0, 1]
+    with pytest.raises(ContinuedElsewhere):
+        StoreMirror(base, "run", "runs").claim(tmp_path / "one" / "run")
+    other = StoreMirror(f"file://{tmp_path}/other", "run", "runs")
+    other.claim(tmp_path / "one" / "run")
+    other._folder = tmp_path / "one" / "run"
+    assert other.copy_now()
+    with Ledger.resume(restore_run(other.url, tmp_path / "elsewhere")) as ledger:
+        assert ledger.collected_steps() == [0, 1, 2]
 
 
 def test_a_disk_that_hangs(mirror, ledger, tmp_path, monkeypatch) -> None:

@@ -1,7 +1,9 @@
 """A run is killed, its machine is lost, and another one resumes it from the store alone: with the same result."""
 
+import json
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -46,6 +48,35 @@ def resumed_elsewhere(reference: References, tmp_path: Path, base: str) -> None:
     with Ledger.reader(run.run) as ledger:
         assert ledger.steps_done() == 8
     assert len(metrics(run.run)) == 8
+
+
+def test_a_finished_run_uploads_what_its_store_lacks(reference: References, tmp_path: Path) -> None:
+    """The store is away when the run ends. The run then fails, and says how to upload the rest later."""
+    shared, away = tmp_path / "shared", tmp_path / "away"
+    run = InterruptedRun(reference("sft"), tmp_path, "sft", store={"url": f"file://{shared}", "finish_s": 1.0})
+    launched = Launched.start(run.run, str(run.file))
+    launched.wait_for_file(run.run, "checkpoints/*/checkpoint.json")
+    launched.process.send_signal(signal.SIGSTOP)
+    shared.rename(away)
+    shared.write_text("no folder any more")
+    launched.process.send_signal(signal.SIGCONT)
+    assert launched.finish() == 1 and f"Upload them with: lockstep train --resume {run.run}" in launched.printed()
+    assert json.loads((run.run / "summary.json").read_text())["exit_reason"] == "finished"
+
+    shared.unlink()
+    away.rename(shared)
+    launched = Launched.resume(run.run)
+    assert launched.finish() == 0, launched.text()
+    url = f"file://{shared}/{run.run.name}"
+    files = {file.path for file in newest_manifest(open_store(url)).files}
+    assert {"summary.json", "metrics.jsonl", "export/model.safetensors"} <= files
+    run.compare()
+    for from_there in (str(run.run), url):
+        launched = Launched.start(run.run, "--resume", from_there)
+        assert launched.finish() == 0 and "is finished: 8 of 8 steps" in launched.printed()
+    shutil.rmtree(run.run)
+    launched = Launched.start(run.run, "--resume", url)  # an end that was downloaded is not run again either
+    assert launched.finish() == 0 and "is finished: 8 of 8 steps" in launched.printed()
 
 
 @pytest.mark.slow

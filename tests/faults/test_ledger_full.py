@@ -17,7 +17,7 @@ from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
 
 from benchmarks.faults import machine_faults
 from benchmarks.faults.machine_faults import CannotInject, fill
-from lockstep.ledger import Ledger, LedgerFull, LedgerReadOnly
+from lockstep.ledger import Ledger, LedgerFull, LedgerReadOnly, metric_blocks
 from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_file
 
 
@@ -100,6 +100,21 @@ def test_no_byte_left(small_disk):
     with Ledger.resume(small_disk / "run") as again:
         assert_as_before(again, [0, 1])
         assert again.last_committed_step() == 0 and again.events() == []
+
+
+def test_no_room_for_a_compaction(small_disk, monkeypatch):
+    monkeypatch.setattr(metric_blocks, "BLOCK_STEPS", 20)
+    with Ledger.create(small_disk / "run", CONFIG) as ledger:
+        for step in range(65):
+            ledger.record_metrics(step, {"loss": float(step), "x" * 2000: 1.0})
+        ledger.record_checkpoint(59, small_disk / "a")
+        ledger.record_checkpoint(64, small_disk / "b")
+        rows, ballast = ledger.metrics_rows(), fill(small_disk, 0)
+        with pytest.raises(LedgerFull):
+            ledger.compact()
+        assert ledger.metrics_rows() == rows and metric_blocks.count_blocks(ledger._index) == 0
+        ballast.unlink()
+        assert ledger.compact() == 3 and ledger.metrics_rows() == rows
 
 
 def test_every_amount_of_free_space(small_disk):

@@ -7,7 +7,9 @@ parsed into memory as a whole.
 import csv
 import difflib
 import gzip
+import hashlib
 import io
+import json
 import os
 import tempfile
 import zlib
@@ -33,6 +35,8 @@ MAX_ROW_BYTES = 64 << 20
 MIN_UNCOMPRESSED_BYTES, MAX_COMPRESSION = 256 << 20, 200
 """A gzip file may hold the larger of so many bytes and so many times its own. Rows of text shrink to a tenth, or to
 a hundredth if they repeat; a file that is built to fill the disk, to a thousandth."""
+DIGESTED_ROWS = 1000
+"""Most rows that are read for a digest of a dataset."""
 _UNCOMPRESS = "Uncompress it yourself (gunzip), make room, or set TMPDIR to a folder on a larger disk."
 _TOO_DEEP = f"lists and objects are nested more than {MAX_JSON_DEPTH} levels deep"
 _FLATTER = "Make the row flatter, or write the nested part as text."
@@ -84,10 +88,22 @@ class DatasetRows(ABC):
         """Returns the path and the line or row number of a row, for error messages."""
         return self.path, f"row {row}"
 
+    def digest(self) -> str:
+        """Returns a digest of the content of at most `DIGESTED_ROWS` rows at even distances. Of values that JSON lacks,
+        only bytes count. Empty if the rows are a function of the config."""
+        found = hashlib.sha256()
+        for row in range(0, len(self), -(-len(self) // DIGESTED_ROWS)):
+            found.update(json.dumps(self[row], default=_digest_of_value, skipkeys=True).encode())
+        return found.hexdigest()[:32]
+
     def data_error(self, row: int, bad: BadRow) -> DataError:
         """Returns the error to raise about a row."""
         path, place = self.place(row)
         return DataError(path, bad.message, bad.remedy, place=place, column=bad.column)
+
+
+def _digest_of_value(value: Any) -> str:
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else type(value).__name__
 
 
 def name_hint(name: str, names: Sequence[str]) -> str:
@@ -306,11 +322,13 @@ class TableRows(DatasetRows):
     def __getitem__(self, row: int) -> DatasetRow:
         if not 0 <= row < self._count:
             raise IndexError(f"row {row} of {self._count}")
-        if hasattr(self._source, "slice"):
-            found: DatasetRow = self._source.slice(row, 1).to_pylist()[0]
-            return found
-        found = self._source[row]
-        return dict(found) if isinstance(found, dict) else dict(found.to_pylist()[0])
+        try:
+            if hasattr(self._source, "slice"):
+                return dict(self._source.slice(row, 1).to_pylist()[0])
+            found = self._source[row]
+            return dict(found) if isinstance(found, dict) else dict(found.to_pylist()[0])
+        except (ValueError, OSError) as error:  # such as text that is not UTF-8, which Arrow does not look at before
+            raise self.data_error(row, BadRow(None, f"it cannot be read: {error}", "Write the file again.")) from error
 
 
 def _has_images(feature: Any) -> bool:

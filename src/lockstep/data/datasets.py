@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lockstep.base.disk_errors import FULL_ERRNOS, refusal_reason
 from lockstep.base.hub import REMEDY, hub_problem
 from lockstep.config.data import DatasetConfig, ProceduralTask
 from lockstep.data.dataset_rows import (
@@ -97,14 +98,27 @@ def _open_parquet(path: Path, limit: int | None) -> DatasetRows:
     try:
         groups = pq.read_metadata(path)
         if sum(groups.row_group(each).total_byte_size for each in range(groups.num_row_groups)) > LARGE_PARQUET_BYTES:
-            import datasets
-
-            source = datasets.Dataset.from_parquet(str(path))
-            return TableRows(str(path), source.column_names, source, limit)
+            return _open_large_parquet(path, limit)
         table = pq.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError) as error:
         raise DataError(str(path), f"cannot be read as a Parquet file: {error}", "Write it again.") from error
     return TableRows(str(path), table.column_names, table, limit)
+
+
+def _open_large_parquet(path: Path, limit: int | None) -> DatasetRows:
+    import datasets
+
+    try:
+        source = datasets.Dataset.from_parquet(str(path))
+    except (datasets.exceptions.DatasetsError, OSError) as error:
+        cause = error.__cause__ or error  # `datasets` says what it was doing, and not what was wrong
+        if not isinstance(cause, OSError) or cause.errno not in FULL_ERRNOS:
+            raise DataError(str(path), f"cannot be read as a Parquet file: {cause}", "Write it again.") from error
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
+        problem = f"its rows cannot be written to the cache of `datasets`: {refusal_reason(cause.errno, cache)}"
+        remedy = "Make room, or set HF_DATASETS_CACHE to a folder on a larger disk."
+        raise DataError(str(path), problem, remedy) from error
+    return TableRows(str(path), source.column_names, source, limit)
 
 
 def _open_folder(path: Path, cfg: DatasetConfig) -> DatasetRows:
@@ -210,6 +224,9 @@ class TaskRows(DatasetRows):
 
     def __len__(self) -> int:
         return self._count
+
+    def digest(self) -> str:
+        return ""
 
     def __getitem__(self, row: int) -> DatasetRow:
         if not 0 <= row < self._count:

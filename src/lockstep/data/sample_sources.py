@@ -150,8 +150,7 @@ class DatasetSource(SampleSource[Sample]):
         open_turn: bool = True,
         images: "ImageLoader | None" = None,
     ) -> None:
-        self._rows, self._limit, self._images = rows, limit, images
-        self._drops_overlong = cfg.overlong == "drop"
+        self._rows, self._limit, self._images, self._drops_overlong = rows, limit, images, cfg.overlong == "drop"
         self._tally = ImageTally(len(rows))
         self._format = DatasetFormat(rows, cfg)
         self._renderer = TemplateRenderer(tokenizer, cfg, tools, open_turn, images.processor if images else None)
@@ -164,6 +163,7 @@ class DatasetSource(SampleSource[Sample]):
         kept = self._select_useful(fitting) if measured.size == usable.size else usable
         kept = np.union1d(kept, np.array(sorted(self._changed), np.int64))  # the order stays what it was
         self.dropped, self._kept = len(rows) - kept.size, kept
+        self.digest = rows.digest()
         self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
         self._usage = self._tally.usage(kept)
 

@@ -128,7 +128,7 @@ class Ledger(ReferenceChunks, RankLoadRecords, RunRecords, Retention):
             if config is not None:
                 with cls.reader(folder) as current:
                     changes = allowed_changes(folder, current.config(), config, accept, current.steps_done())
-            ledger = cls(folder, LedgerIndex.write(folder / INDEX_FILE, (metric_blocks.BLOCKS_TABLE,)), lock)
+            ledger = cls(folder, LedgerIndex.write(folder / INDEX_FILE), lock)
         except BaseException:
             lock.close()
             raise

@@ -6,6 +6,7 @@ blocks back into rows when a run goes back to such a step.
 """
 
 import json
+import sqlite3
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,9 +21,6 @@ BLOCK_STEPS = 1000
 """Steps of a block."""
 THIN = 10
 """Every so many steps, a row of a block is kept apart."""
-BLOCKS_TABLE = """
-CREATE TABLE IF NOT EXISTS metric_blocks (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, count INTEGER NOT NULL,
-  sums TEXT NOT NULL, thin BLOB NOT NULL, rows BLOB NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL)"""
 SUMMED = ("rollout/tokens",)
 """Metrics whose sums a block has, besides the times of stages."""
 
@@ -72,7 +70,7 @@ def unpack_from(transaction: IndexTransaction, step: int) -> None:
 def metric_texts(index: LedgerIndex, after: int, before: int, most: int | None) -> list[Row]:
     """Returns the rows of the steps between, by step; if there are more than `most`, some at even distances and the
     last."""
-    blocks = has_blocks(index)
+    blocks = index.has_table("metric_blocks")
     span = after, before
     count = index.rows("SELECT count(*) FROM metrics WHERE step > ? AND step < ?", *span)[0][0]
     where = "FROM metric_blocks WHERE last > ? AND first < ?"
@@ -85,6 +83,10 @@ def metric_texts(index: LedgerIndex, after: int, before: int, most: int | None) 
     sql = 'SELECT step, at, generation, "values" FROM metrics WHERE step > ? AND step < ?'
     last = "(SELECT max(step) FROM metrics WHERE step < ?)"
     rows = index.rows(f"{sql} AND (step % ? = 0 OR step = {last}) ORDER BY step", *span, stride, before)
+    if stride > 1 and not rows:  # the last is in a block
+        for (packed,) in index.rows(f"SELECT rows {where} ORDER BY first DESC LIMIT 1", *span):
+            newest = [row for row in _unpacked(packed) if after < row[0] < before][-1:]
+            found += [row for row in newest if row not in found[-1:]]
     return [*found, *((step, at, generation, values) for step, at, generation, values in rows)]
 
 
@@ -95,12 +97,12 @@ def newest_with(index: LedgerIndex, metric: str, before: int) -> Row | None:
     if rows := index.rows(f"{sql} LIMIT 1", before, name):
         step, at, generation, values = rows[0]
         return step, at, generation, values
-    if has_blocks(index):
-        sql = "SELECT rows FROM metric_blocks WHERE first < ? ORDER BY first DESC LIMIT 3"
-        for (packed,) in index.rows(sql, before):
-            known = [row for row in _unpacked(packed) if row[0] < before and f'"{metric}":' in row[3]]
-            if known:
-                return known[-1]
+    firsts = "SELECT first FROM metric_blocks WHERE first < ? ORDER BY first DESC"
+    for (first,) in index.rows(firsts, before) if index.has_table("metric_blocks") else ():
+        [(packed,)] = index.rows("SELECT rows FROM metric_blocks WHERE first = ?", first)
+        known = [row for row in _unpacked(packed) if row[0] < before and f'"{metric}":' in row[3]]
+        if known:
+            return known[-1]
     return None
 
 
@@ -108,7 +110,7 @@ def metric_totals(index: LedgerIndex, before: int) -> MetricTotals:
     """Returns the sums over all steps below this one."""
     count, sums = 0, dict[str, float]()
     sql = "SELECT last, count, sums, CASE WHEN last < ? THEN NULL ELSE rows END FROM metric_blocks WHERE first < ?"
-    for last, number, text, packed in index.rows(sql, before, before) if has_blocks(index) else ():
+    for last, number, text, packed in index.rows(sql, before, before) if index.has_table("metric_blocks") else ():
         if last < before:
             count, sums = count + number, _added(sums, index.parse(text, dict))
         else:
@@ -118,14 +120,9 @@ def metric_totals(index: LedgerIndex, before: int) -> MetricTotals:
     return MetricTotals(count + len(texts), _added(sums, _sums(texts)))
 
 
-def has_blocks(index: LedgerIndex) -> bool:
-    """Whether the ledger is of a version that makes blocks, and not only opened for reading since."""
-    return bool(index.rows("SELECT 1 FROM sqlite_master WHERE name = 'metric_blocks'"))
-
-
 def count_blocks(index: LedgerIndex) -> int:
     """The number of blocks."""
-    return int(index.rows("SELECT count(*) FROM metric_blocks")[0][0]) if has_blocks(index) else 0
+    return int(index.rows("SELECT count(*) FROM metric_blocks")[0][0]) if index.has_table("metric_blocks") else 0
 
 
 def _put_block(transaction: IndexTransaction, first: int, last: int, rows: list[tuple[Any, ...]]) -> None:
@@ -148,8 +145,8 @@ def _packed(rows: Iterable[tuple[Any, ...]]) -> bytes:
 def _unpacked(packed: bytes) -> list[Row]:
     try:
         return [(step, at, generation, values) for step, at, generation, values in json.loads(zlib.decompress(packed))]
-    except zlib.error as error:
-        raise ValueError(f"a block of metrics cannot be unpacked: {error}") from error
+    except (zlib.error, ValueError, TypeError) as error:  # the index makes an IndexDamaged of it
+        raise sqlite3.DatabaseError(f"a block of metrics cannot be unpacked: {error}") from error
 
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -162,11 +159,18 @@ def _sums(texts: Iterable[str]) -> dict[str, float]:
         try:
             values = _decode(text)
         except (msgspec.DecodeError, UnicodeEncodeError):  # NaN, which Python writes and msgspec refuses
-            values = parse_json(text, "a row of metrics")
+            values = _parsed(text)
         for name, value in values.items():
             if (name.startswith("time/") or name in SUMMED) and isinstance(value, int | float):
                 sums[name] = sums.get(name, 0.0) + value
     return sums
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        return dict(parse_json(text, "a row of metrics"))
+    except (ValueError, TypeError) as error:
+        raise sqlite3.DatabaseError(f"a row of metrics cannot be read: {error}") from error
 
 
 def _added(sums: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:

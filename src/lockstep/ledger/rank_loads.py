@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from lockstep.base.text import count_noun
 from lockstep.ledger import json_values
+from lockstep.ledger.errors import IndexDamaged
 from lockstep.ledger.sqlite_index import LedgerIndex
 
 SPEED_STEPS = 8
@@ -111,13 +112,19 @@ class RankLoadRecords:
         return rows[::-1]
 
     def _load_rows(self, rest: str, *values: object) -> list[RankLoadRow]:
-        if not self._index.rows("SELECT 1 FROM sqlite_master WHERE name = 'loads'"):
+        if not self._index.has_table("loads"):
             return []  # a run of a version that measured none
         found = []
         for step, role, speeds, load in self._index.rows(f"SELECT step, role, speeds, load FROM loads {rest}", *values):
-            loads = None if load == "null" else RankLoads(**self._index.parse(load, dict))
+            loads = None if load == "null" else self._parse_loads(load)
             found.append(RankLoadRow(step, role, None if speeds == "null" else self._index.parse(speeds, list), loads))
         return found
+
+    def _parse_loads(self, text: str) -> RankLoads:
+        try:
+            return RankLoads(**self._index.parse(text, dict))
+        except TypeError as error:
+            raise IndexDamaged(self._index.path, f"the loads of a step have other fields: {error}") from error
 
 
 def _rounded(loads: RankLoads) -> dict[str, list[float]]:

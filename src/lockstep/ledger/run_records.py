@@ -65,7 +65,7 @@ class RunRecords:
 
     def sampled_steps(self) -> list[int]:
         """Returns the steps of which completions were kept; none of a run of a version that kept none."""
-        if not self._index.rows("SELECT 1 FROM sqlite_master WHERE name = 'samples'"):
+        if not self._index.has_table("samples"):
             return []
         return [row[0] for row in self._index.rows("SELECT step FROM samples ORDER BY step")]
 

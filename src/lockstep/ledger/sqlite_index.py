@@ -8,7 +8,7 @@ import errno
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +53,9 @@ CREATE TABLE IF NOT EXISTS samples (step INTEGER PRIMARY KEY, samples TEXT NOT N
 _LOADS_TABLE = """
 CREATE TABLE IF NOT EXISTS loads (step INTEGER NOT NULL, role TEXT NOT NULL, speeds TEXT NOT NULL, load TEXT NOT NULL,
   generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, role)) WITHOUT ROWID"""
+_BLOCKS_TABLE = """
+CREATE TABLE IF NOT EXISTS metric_blocks (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, count INTEGER NOT NULL,
+  sums TEXT NOT NULL, thin BLOB NOT NULL, rows BLOB NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL)"""
 # sqlite.org/rescode.html: errors of writes without room on the disk, or beyond the process's file size limit.
 _FULL_CODES = {
     sqlite3.SQLITE_FULL,
@@ -171,13 +174,9 @@ class LedgerIndex:
                 connection.close()
 
     @classmethod
-    def write(cls, path: Path, tables: Sequence[str] = ()) -> "LedgerIndex":
+    def write(cls, path: Path) -> "LedgerIndex":
         """Opens the index for writing and claims the next generation, so that writes of earlier generations are
-        refused.
-
-        Args:
-            tables: statements that create further tables, which runs of earlier versions lack.
-        """
+        refused."""
         with _sqlite_errors(path):
             connection = sqlite3.connect(
                 f"{_uri(path)}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None
@@ -188,7 +187,7 @@ class LedgerIndex:
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("BEGIN IMMEDIATE")
                 # Runs of earlier versions lack them.
-                for table in (_DRAWS_TABLE, _SAMPLES_TABLE, _LOADS_TABLE, *tables):
+                for table in (_DRAWS_TABLE, _SAMPLES_TABLE, _LOADS_TABLE, _BLOCKS_TABLE):
                     connection.execute(table)
                 generation = _read_number(path, connection, "generation") + 1
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (str(generation),))
@@ -228,6 +227,10 @@ class LedgerIndex:
                 yield
             finally:
                 self._connection.execute("ROLLBACK")
+
+    def has_table(self, name: str) -> bool:
+        """Whether there is a table; a run of an earlier version that was only read since lacks some."""
+        return bool(self.rows("SELECT 1 FROM sqlite_master WHERE name = ?", name))
 
     def rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
         with _sqlite_errors(self.path):

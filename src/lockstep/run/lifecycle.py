@@ -82,7 +82,7 @@ def open_run(prepared: PreparedRun) -> Iterator[Run]:
     try:
         with ExitStack() as stack:
             stack.enter_context(ledger)
-            counts = {"rows": prepared.rows, "row_counts": prepared.row_counts}
+            counts = {"rows": prepared.rows, "row_counts": prepared.row_counts, "row_digests": prepared.row_digests}
             compiles = dict(prepared.plan.compile)
             ledger.record_event(START_EVENT, **counts, compile=compiles, **start_folders(prepared.folder))
             if prepared.parent is not None:

@@ -1,5 +1,7 @@
 """All kinds of datasets, and errors in them."""
 
+import datetime
+import errno
 import gzip
 import json
 from pathlib import Path
@@ -118,6 +120,61 @@ def test_large_parquet_goes_through_memory_mapped_datasets(tmp_path, monkeypatch
     rows = load_rows(DatasetConfig(path=str(parquet(tmp_path / "a.parquet"))))
     assert [rows[i] for i in range(5)] == ROWS
     assert rows._source.cache_files
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_parquet_file_with_a_damaged_page(tmp_path, monkeypatch, large) -> None:
+    """Its footer is whole, so it can be opened."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    if large:
+        monkeypatch.setattr(module, "LARGE_PARQUET_BYTES", 10)
+    path = parquet(tmp_path / "a.parquet", [{"prompt": "word " * 2000 + str(n)} for n in range(8)])
+    data = bytearray(path.read_bytes())
+    data[4:200] = b"\xff" * 196
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="cannot be read as a Parquet file") as caught:
+        load(path)
+    assert str(path) in str(caught.value) and "generating the dataset" not in str(caught.value)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_text_in_parquet_that_is_not_utf8(tmp_path, monkeypatch, large) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    if large:
+        monkeypatch.setattr(module, "LARGE_PARQUET_BYTES", 10)
+    texts = pa.array([b"good", b"\xff\xfe", b"good"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "a.parquet")
+    rows = load_rows(DatasetConfig(path=str(tmp_path / "a.parquet")))
+    assert rows[0] == {"prompt": "good"} == rows[2]
+    with pytest.raises(DataError, match="row 1: it cannot be read"):
+        rows[1]
+
+
+def test_a_cache_of_large_parquet_files_without_room(tmp_path, monkeypatch) -> None:
+    import datasets
+
+    def full(*arguments: object, **options: object) -> None:
+        raise datasets.exceptions.DatasetGenerationError("while generating") from OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(datasets.Dataset, "from_parquet", full)
+    monkeypatch.setattr(module, "LARGE_PARQUET_BYTES", 10)
+    with pytest.raises(DataError, match=r"cache of `datasets`.*HF_DATASETS_CACHE"):
+        load(parquet(tmp_path / "a.parquet"))
+
+
+def test_the_digest_finds_other_content(tmp_path) -> None:
+    """Of the same rows it is the same in each format; of a row between those that are looked at it is not seen."""
+    many = [{"prompt": f"p{n}", "answer": str(n)} for n in range(2500)]
+    paths = [jsonl(tmp_path / "a.jsonl", many), parquet(tmp_path / "a.parquet", many)]
+    digests = {load_rows(DatasetConfig(path=str(path))).digest() for path in paths}
+    assert len(digests) == 1
+    for row, seen in ((0, True), (2499, True), (1, False), (1500, True)):
+        changed = [*many[:row], {"prompt": "other", "answer": "1"}, *many[row + 1 :]]
+        assert (load_rows(DatasetConfig(path=str(jsonl(paths[0], changed)))).digest() not in digests) == seen
+    pq.write_table(pa.table({"b": [b"1", b"2"], "c": [datetime.date(2020, 1, 1)] * 2}), paths[1])
+    first = load_rows(DatasetConfig(path=str(paths[1]))).digest()
+    pq.write_table(pa.table({"b": [b"1", b"3"], "c": [datetime.date(2020, 1, 1)] * 2}), paths[1])
+    assert load_rows(DatasetConfig(path=str(paths[1]))).digest() != first
 
 
 def test_a_folder_yields_the_files_of_the_split(tmp_path) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sqlite3
+import zlib
 from pathlib import Path
 
 import pytest
@@ -10,25 +11,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_helpers import CONFIG, make_rollouts
 
-from lockstep.ledger import Ledger
+from lockstep.ledger import Ledger, metric_blocks
 from lockstep.ledger.errors import IndexDamaged, LedgerError, NotARun
+from lockstep.ledger.rank_loads import RankLoads
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    with Ledger.create(folder, CONFIG) as ledger:
+    with Ledger.create(folder, CONFIG) as ledger, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(metric_blocks, "BLOCK_STEPS", 1)
         for step in range(3):
             ledger.record_rollouts(step, make_rollouts(step))
             ledger.record_metrics(step, {"loss": 1.0})
             ledger.record_event("seen", text="x" * 500)
+            ledger.record_rank_loads(step, {"policy": RankLoads([1.0], [-1.0], [0.0], [10], [10.0])})
             ledger.commit(step, {})
+            ledger.record_checkpoint(step, folder / "checkpoints" / f"{step + 1:08d}")
+        assert ledger.compact(most=1) == 1
     return folder
 
 
 def read_all(folder: Path) -> None:
     with Ledger.reader(folder) as ledger:
         ledger.config(), ledger.events(), ledger.commits(), ledger.metrics_rows(), ledger.evaluations()
+        ledger.metric_totals(100), ledger.newest_metrics("none", 100), ledger.metrics_rows(most=10)
+        ledger.rank_loads()
         ledger.collected_steps(), ledger.steps_done()
 
 
@@ -68,6 +76,10 @@ def test_damage_names_the_file(whole: Path, tmp_path: Path, damage, kind) -> Non
         "UPDATE events SET fields = x'ff'", "DROP TABLE events", "UPDATE meta SET value = 'y' WHERE key = 'schema'",
         "UPDATE commits SET stats = '{\"$lockstep\": \"date\"}'",
         f"UPDATE events SET fields = '{'[' * 5000}'",
+        "UPDATE metric_blocks SET rows = x'00'", "UPDATE metric_blocks SET rows = 'text'",
+        f"UPDATE metric_blocks SET rows = x'{zlib.compress(b'[1]').hex()}'",
+        f"UPDATE metric_blocks SET rows = x'{zlib.compress(b'[').hex()}'", "UPDATE metric_blocks SET sums = '[1]'",
+        "UPDATE loads SET load = '{'", "UPDATE loads SET load = '{\"x\": [1]}'", "UPDATE loads SET load = '[1]'",
     ],
 )  # fmt: skip
 def test_values_that_nobody_wrote(whole: Path, tmp_path: Path, sql: str) -> None:
@@ -78,6 +90,19 @@ def test_values_that_nobody_wrote(whole: Path, tmp_path: Path, sql: str) -> None
     with pytest.raises(LedgerError) as caught:
         read_all(tmp_path / "run")
     assert str(tmp_path / "run") in str(caught.value), caught.value
+
+
+def test_a_row_that_cannot_be_compacted(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_blocks, "BLOCK_STEPS", 1)
+    file = copied(whole, tmp_path / "run")
+    with sqlite3.connect(file) as connection:
+        connection.execute("UPDATE metrics SET \"values\" = '[['")
+    connection.close()
+    with Ledger.resume(tmp_path / "run") as ledger:
+        with pytest.raises(IndexDamaged, match="metrics"):
+            ledger.compact()
+        with pytest.raises(IndexDamaged, match="metrics"):
+            ledger.metric_totals(100)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

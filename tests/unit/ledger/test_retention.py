@@ -43,8 +43,21 @@ def test_readers_get_the_same_rows_after_compaction(long_run) -> None:
     assert [row.step for row in long_run.metrics_rows(most=10)] == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 94]
     assert long_run.newest_metrics("loss", 95).step == 94 and long_run.newest_metrics("loss", 30).step == 29
     assert long_run.newest_metrics("none", 95) is None
+    # Where a run goes back to the end of a block, or into it, the last row is in a block.
+    assert [row.step for row in long_run.metrics_rows(before=60, most=3)] == [0, 20, 40, 59]
+    assert [row.step for row in long_run.metrics_rows(before=41, most=3)] == [0, 20, 40]
     with Ledger.reader(long_run.folder) as reader:
         assert text_of(reader.metrics_rows()) == rows and reader.has_metrics()
+
+
+def test_the_newest_row_with_a_metric_may_be_in_any_block(ledger, monkeypatch) -> None:
+    monkeypatch.setattr(metric_blocks, "BLOCK_STEPS", 10)
+    for step in range(75):
+        ledger.record_metrics(step, {"loss": float(step), **({"early": 1.0} if step == 3 else {})})
+    ledger.record_checkpoint(69, Path("/checkpoints/70"))
+    ledger.record_checkpoint(74, Path("/checkpoints/75"))
+    assert ledger.compact() == 7
+    assert ledger.newest_metrics("early", 75).step == 3 and ledger.newest_metrics("early", 3) is None
 
 
 def test_a_compacted_step_that_is_trained_again(long_run) -> None:
@@ -93,6 +106,36 @@ def test_what_recovery_needs_is_kept_whatever_its_size(ledger, keep) -> None:
     collected(ledger, 6)
     ledger.delete_unneeded_steps(keep_bytes=keep)
     assert ledger.stored_steps() == [4, 5] and ledger.can_repeat_after(3)
+
+
+DIES_IN_COMPACTION = """
+import os, signal, sys
+from pathlib import Path
+from lockstep.ledger import Ledger, metric_blocks
+metric_blocks.BLOCK_STEPS = 20
+with Ledger.resume(Path(sys.argv[1])) as ledger:
+    put, left = metric_blocks._put_block, [int(sys.argv[2])]
+    def die(transaction, *block):
+        put(transaction, *block)
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    metric_blocks._put_block = die
+    ledger.compact()
+"""
+
+
+@pytest.mark.parametrize("made", [1, 3])
+def test_a_compaction_that_is_killed_has_not_happened(long_run, made) -> None:
+    rows, totals, folder = text_of(long_run.metrics_rows()), long_run.metric_totals(95), long_run.folder
+    long_run.close()
+    words = [sys.executable, "-c", DIES_IN_COMPACTION, str(folder), str(made)]
+    assert subprocess.run(words, timeout=120, env=os.environ).returncode == -signal.SIGKILL
+    with Ledger.reader(folder) as reader:
+        assert text_of(reader.metrics_rows()) == rows and metric_blocks.count_blocks(reader._index) == 0
+    with Ledger.resume(folder) as ledger:
+        assert ledger.compact() == 3
+        assert text_of(ledger.metrics_rows()) == rows and ledger.metric_totals(95) == totals
 
 
 KILLED = """

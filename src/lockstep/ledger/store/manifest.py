@@ -44,15 +44,19 @@ class Manifest(msgspec.Struct, frozen=True):
     """Empty until the run has something to resume from."""
     format: int = FORMAT
 
+    @property
+    def when(self) -> str:
+        """The local time of `at`."""
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
+
 
 class ContinuedElsewhere(LedgerError):
     """Another process continues the run, from this state or from a later one."""
 
     def __init__(self, url: str, newest: Manifest) -> None:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest.at))
         super().__init__(
-            f"store {url}: a process on {newest.host} has continued the run since {when}; this copy of it is behind. "
-            f"Resume from the store on an empty folder: lockstep train --resume {url}"
+            f"store {url}: a process on {newest.host} has continued the run since {newest.when}; this copy of it is "
+            f"behind. Resume from the store on an empty folder: lockstep train --resume {url}"
         )
         self.url, self.newest = url, newest
 

@@ -92,7 +92,7 @@ class StoreMirror:
     ) -> None:
         self.report, self.finish_s = report, finish_s
         self._run, self._parent = run, parent
-        self._store: ObjectStore = open_store(f"{url.rstrip('/')}/{run}")
+        self._store: ObjectStore = _run_store(url, run)
         self.url = self._store.url
         self._writer = uuid.uuid4().hex
         self._newest: Manifest | None = None
@@ -133,6 +133,9 @@ class StoreMirror:
                 raise StoreError(self.url, f"already holds a run of {self._newest.host}: {remedy}")
             if state is None or state.url != self.url or self._newest.writer not in state.writers:
                 raise ContinuedElsewhere(self.url, self._newest)
+        elif self._newest is not None and folder is None:
+            began = f"a process on {self._newest.host} began a run of this name at {self._newest.when}"
+            self.report(f"store {self.url}: {began} and has stored nothing: if it still runs, it will stop")
         claimed = next_manifest(self._newest, self._run, self._parent, self._writer)
         if folder is not None:  # before the claim: if this process is killed after it, the folder still continues it
             before = () if self._newest is None else (self._newest.writer,)
@@ -348,6 +351,18 @@ def claim_store(config: StoreConfig | None, run: str, parent: str, folder: Path 
     with contextlib.nullcontext() if folder is None else contextlib.closing(RunLock(folder / LOCK_FILE)):
         mirror.claim(folder)
     return mirror
+
+
+def has_all(config: StoreConfig | None, run: str, folder: Path) -> bool:
+    """Whether the store of a run that ended has all of it, as far as its folder knows; True if it has no store."""
+    if config is None:
+        return True
+    state = read_state(folder)
+    return state is not None and state.complete and state.url == _run_store(config.url, run).url
+
+
+def _run_store(url: str, run: str) -> ObjectStore:
+    return open_store(f"{url.rstrip('/')}/{run}")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from lockstep.base.folders import create_file, make_folder, make_scratch_dir
 from lockstep.base.text import count_noun
 from lockstep.ledger.durable_files import disk_full_as_ledger_error, fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import FolderExists, LedgerError
-from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.ledger.run_folder import INDEX_FILE, SUMMARY_FILE
 from lockstep.ledger.store.manifest import Manifest, newest_manifest
 from lockstep.ledger.store.object_store import ObjectStore, StoreError, open_store
 
@@ -112,7 +112,8 @@ def _download(store: ObjectStore, manifest: Manifest, folder: Path, report: Call
                     raise StoreError(store.url, problem)
                 with target.open("rb") as opened:
                     os.fsync(opened.fileno())
-            write_state(temporary, StoreState(store.url, (manifest.writer,)))
+            ended = any(file.path == SUMMARY_FILE for file in manifest.files)  # only the last state of a run has it
+            write_state(temporary, StoreState(store.url, (manifest.writer,), complete=ended))
             for each in {path.parent for path in temporary.rglob("*")}:
                 fsync_folder(each)
             try:

@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep.base.json_text import read_json
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.rank_loads import FALSE_REMARKS, REMARK_STEPS, RankLoadRow, relative_paces, slow_ranks
@@ -229,13 +231,17 @@ def _rank_totals(rows: Sequence[RankLoadRow]) -> list[dict[str, Any]]:
         ranks = len(of_role[-1].work_s)
         alike = [each for each in of_role if len(each.work_s) == ranks]
         paces = [each for loads in alike[-REMARK_STEPS:] if (each := relative_paces(loads)) is not None]
+        work, blocked = np.array([each.work_s for each in alike]), np.array([each.blocked_s for each in alike])
+        known = (work.min(axis=0) >= 0).tolist()
+        work_s, blocked_s = work.sum(axis=0).tolist(), blocked.sum(axis=0).tolist()
+        tokens = np.array([each.tokens for each in alike]).sum(axis=0).tolist()
+        memory = np.array([each.memory for each in alike]).max(axis=0).tolist()
         for rank in range(ranks):
-            known = all(each.work_s[rank] >= 0 for each in alike)
             found.append({
-                "role": role, "rank": rank, "steps": len(alike), "tokens": sum(each.tokens[rank] for each in alike),
-                "work_s": sum(each.work_s[rank] for each in alike) if known else None,
-                "blocked_s": sum(each.blocked_s[rank] for each in alike) if known else None,
-                "memory": max(each.memory[rank] for each in alike),
+                "role": role, "rank": rank, "steps": len(alike), "tokens": tokens[rank],
+                "work_s": work_s[rank] if known[rank] else None,
+                "blocked_s": blocked_s[rank] if known[rank] else None,
+                "memory": memory[rank],
                 "pace": math.exp(statistics.median(step[rank] for step in paces)) if paces else None,
             })  # fmt: skip
     return found

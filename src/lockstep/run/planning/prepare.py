@@ -90,6 +90,11 @@ class PreparedRun:
         """The number of rows in use of each dataset, which determines their order."""
         return [len(part) for part in self.data.samples.parts]
 
+    @property
+    def row_digests(self) -> list[str]:
+        """Of each dataset, a digest of the content of some rows; empty if they are a function of the config."""
+        return [part.digest for part in self.data.samples.parts]
+
 
 def prepare_run(
     config: RunConfig | None,
@@ -143,7 +148,7 @@ def prepare_run(
     plan, compile_notes = choose_compilation(config, plan, models, data.samples, starts)
     notes += [*_mixture_notes(config, data), *_text_alone_notes(config, models, data), *compile_notes]
     prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
-    check_same_data(folder, starts, config.data.sources, prepared.row_counts)
+    check_same_data(folder, starts, config.data.sources, prepared.row_counts, prepared.row_digests)
     return prepared
 
 

@@ -12,6 +12,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import SUMMARY_FILE
+from lockstep.ledger.store.mirror import has_all
 from lockstep.run.errors import RunFinished, RunRefused
 from lockstep.run.evaluation.early_stopping import stop_reason
 from lockstep.run.planning.working_folder import START_EVENT
@@ -50,9 +51,14 @@ def earlier_starts(folder: Path) -> list[StartFields]:
 
 
 def check_same_data(
-    folder: Path, starts: Sequence[StartFields], sources: Sequence[DatasetConfig], row_counts: Sequence[int]
+    folder: Path,
+    starts: Sequence[StartFields],
+    sources: Sequence[DatasetConfig],
+    row_counts: Sequence[int],
+    row_digests: Sequence[str],
 ) -> None:
-    """Raises RunRefused if the number of rows has changed since the run began: rows would be repeated or skipped."""
+    """Raises RunRefused if the number of rows has changed since the run began (rows would be repeated or skipped), or
+    the content of those rows that are in the digest."""
     if not starts:
         return
     # Earlier versions recorded only the total.
@@ -63,10 +69,18 @@ def check_same_data(
                 f"{data.path} had {count_noun(old, 'row')} to use when {folder} began, "
                 f"and has {new} now, in another order: restore the data, or start a new run (name=...)"
             )
+    digests = next((fields["row_digests"] for fields in starts if "row_digests" in fields), row_digests)
+    for data, was, is_now in zip(sources, digests, row_digests, strict=True):
+        if was != is_now:
+            raise RunRefused(
+                f"{data.path} had other rows when {folder} began, as many as now: restore the data, or start a new run "
+                "(name=...)"
+            )
 
 
 def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
-    """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is the last file of a run."""
+    """Raises RunFinished if the newest attempt did all steps and wrote its summary, which is its last file, and if its
+    exports and its copy in a store are complete. Else the run is resumed, to make them so."""
     try:
         summary = read_json(ledger.folder / SUMMARY_FILE)
         attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
@@ -76,7 +90,8 @@ def _check_not_finished(config: RunConfig, ledger: Ledger) -> None:
     exported = all(export.is_dir() for export in exports)
     history = {row.step + 1: row.metrics for row in ledger.evaluation_metrics()}
     stopped = stop_reason(config.early_stopping, history, done)
-    if (attempt, reason) == (ledger.generation, "finished") and (done >= config.steps or stopped) and exported:
+    finished = (attempt, reason) == (ledger.generation, "finished") and (done >= config.steps or bool(stopped))
+    if finished and exported and has_all(config.store, config.name, ledger.folder):
         release_shared_memory(ledger.folder)
         where = f", its model is in {' and '.join(map(str, exports))}" if exports else ""
         more = "For more, raise steps"

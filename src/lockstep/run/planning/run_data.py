@@ -316,8 +316,10 @@ def open_held_out(
     wanted = min(len(source), evaluation.prompts or len(source))
     prompts = source.take(0, wanted)
     if len(prompts) < wanted:
-        problem = f"{count_noun(wanted - len(prompts), 'prompt')} of evaluation have images that changed"
-        raise DataError(held_out.path, problem, "Restore them: the scores would be of other prompts than before.")
+        short = count_noun(wanted - len(prompts), "prompt")
+        problem = f"evaluation is {short} short, too long or with images that changed"
+        remedy = "Restore the images, or set evaluation.data.measure to all: else the scores are of other prompts."
+        raise DataError(held_out.path, problem, remedy)
     return HeldOutPrompts(source, prompts, data_columns(held_out.path, source.columns, prompts[0]))
 
 

@@ -14,6 +14,7 @@ from lockstep.config.recipes import RECIPES, SFTConfig
 from lockstep.config.section import Section
 from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import TrainerConfig
+from lockstep.data.dataset_rows import DataError
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.errors import ModelError
 from lockstep.models.model_loader import load_policy
@@ -49,6 +50,55 @@ def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> Non
         write(data, rows)
         with pytest.raises(RunRefused, match=rf"had 20 rows to use .* and has {rows} now"):
             prepare_run(None, fresh.folder)
+
+
+def test_a_run_is_not_resumed_with_other_rows(tmp_path: Path) -> None:
+    make_tiny(
+        tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
+    )
+    data = tmp_path / "data.jsonl"
+    write(data, 20)
+    values: dict[str, Any] = {
+        "recipe": "sft", "name": "x", "folder": str(tmp_path), "steps": 4, "batch_size": 4,
+        "model": {"path": str(tmp_path / "model")}, "data": {"path": str(data)}, "cluster": {"device": "cpu"},
+    }  # fmt: skip
+    config = check_config(values, "test")
+    fresh = prepare_run(config, None)
+    with Ledger.create(fresh.folder, config.model_dump(mode="json")) as ledger:
+        ledger.record_event(START_EVENT, rows=20, row_counts=[20])  # of an earlier version
+        ledger.record_event(START_EVENT, rows=20, row_counts=[20], row_digests=fresh.row_digests)
+        ledger.record_event(START_EVENT, rows=20, row_counts=[20], row_digests=["of no resumed run"])
+    whole = data.read_text()
+    assert prepare_run(None, fresh.folder).row_digests == fresh.row_digests
+    data.write_text(whole.replace("7=", "8=", 1))
+    with pytest.raises(RunRefused, match=r"data\.jsonl had other rows when .* began, as many as now: restore the data"):
+        prepare_run(None, fresh.folder)
+    data.write_text(whole)
+    prepare_run(None, fresh.folder)
+
+
+def test_an_overlong_prompt_of_evaluation_that_was_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.data.row_lengths.MEASURED_FIRST", 2)
+    make_tiny(
+        tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
+    )
+    write(tmp_path / "data.jsonl", 20)
+    prompts = [{"prompt": "1" * (30 if n == 1 else 2), "answer": "1"} for n in range(4)]
+    (tmp_path / "e.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    held_out = {"path": str(tmp_path / "e.jsonl"), "measure": "used", "overlong": "drop"}
+    values: dict[str, Any] = {
+        "recipe": "sft", "name": "x", "folder": str(tmp_path), "steps": 4, "batch_size": 4,
+        "model": {"path": str(tmp_path / "model")}, "data": {"path": str(tmp_path / "data.jsonl")},
+        "cluster": {"device": "cpu"}, "evaluation": {"data": held_out},
+        "rollout": {"sampling": {"max_tokens": 8}},
+        "reward": {"terms": [{"kind": "exact_match"}]},
+    }  # fmt: skip
+    with pytest.raises(DataError, match=r"evaluation is 1 prompt short.* set evaluation\.data\.measure to all"):
+        prepare_run(check_config(values, "test"), None)
+    held_out["measure"] = "all"
+    assert len(prepare_run(check_config(values, "test"), None).data.held_out) == 3
 
 
 def test_what_text_alone_does_not_train_of_a_model_that_sees(tmp_path: Path) -> None:
