@@ -134,9 +134,9 @@ class EpisodeRun:
         """Run to the end. Raises Broken where an expectation is not met."""
         began = time.monotonic()
         self._start()
-        with Growth(self.site.run) as growth:
-            self._until(lambda: self.site.step > 0, START_S, "the first step has not begun")
-            first = time.monotonic()
+        self._until(lambda: self.site.step > 0, START_S, "the first step has not begun")
+        first = time.monotonic()
+        with Growth(self.site.run) as growth:  # without the start, which takes as long as the steps of a small run
             for step, fault in self.episode.faults if self.disturbed else ():
                 self._until(lambda step=step: self.site.step >= step, STALL_S, f"step {step} has not begun")  # type: ignore[misc]
                 self._disturb(fault)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from benchmarks.launched_run import LaunchedRun
 from lockstep.ledger.ledger import Ledger
 
-EVERY_S = 1.0
+EVERY_S = 0.25
 FEWEST = 40
 """Samples of a process in the last half of a run; with fewer its growth is not judged."""
 MORE_MEMORY, MORE_BYTES, MORE_FILES = 0.05, 16 << 20, 2
@@ -74,7 +74,7 @@ class Growth:
         for (name, _), each in self._samples.items():
             third = [i for i, at in enumerate(each.at) if half <= at < quarter]
             last = [i for i, at in enumerate(each.at) if at >= quarter]
-            if len(third) + len(last) < FEWEST or each.at[0] > half or each.at[-1] < end - 5 * EVERY_S:
+            if len(third) + len(last) < FEWEST or each.at[0] > half or each.at[-1] < end - 5.0:
                 continue
             memory = [statistics.median(each.memory[i] for i in part) for part in (third, last)]
             files = [statistics.median(each.files[i] for i in part) for part in (third, last)]
