@@ -200,13 +200,13 @@ ENTRIES = [
     ),
     _ray("tasks-environment", "Ray tasks", "config_error", "environment", also_ok=("storage_fault",)),
     _ray("asha-stops", "Ray Tune", "benign", "tune"),
+    # Meant to fail its health checks, but the environment lacks a library of Ray Serve.
     _ray(
-        "serve-unhealthy",
+        "serve-extras-absent",
         "Ray Serve",
-        "rank_exception_masked",
+        "version_mismatch",
         "serve",
-        also_ok=("remote_service_timeout", "ray_node_or_gcs"),
-        sufficiency="hint",
+        also_ok=("config_error", "rank_exception_masked"),
     ),
     _ray("client-port", "Ray client", "ray_node_or_gcs", "client", also_ok=("master_unreachable",)),
     _ray("bundles-spread", "Ray placement groups", "ray_resources_pending", "reserve"),
@@ -266,6 +266,8 @@ ENTRIES = [
         "rank_exception_masked",
         change="printf 'def share(prompts, completions, answer, **kwargs):\\n    return [len(set(each)) / "
         "(len(each) - 4) for each in completions]\\n' >> rewards.py",
+        culprit=("rewards.py",),
+        alt=(("share",), ("rewards.py:share",), ("scorer-0",)),
         reward="share",
         also_ok=("config_error",),
     ),
