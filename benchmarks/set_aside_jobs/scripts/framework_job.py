@@ -210,7 +210,7 @@ def sharded(options):
 def main():
     options = argparse.ArgumentParser()
     options.add_argument("name")
-    options.add_argument("--fault", default="")
+    options.add_argument("--fault", default=os.environ.get("JOB_FAULT", ""))
     options.add_argument("--steps", type=int, default=30)
     options.add_argument("--epochs", type=int, default=3)
     options.add_argument("--width", type=int, default=32)
