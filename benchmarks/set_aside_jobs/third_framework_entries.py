@@ -299,16 +299,16 @@ ENTRIES = [
         change="truncate -s 9000 model/model.safetensors",
         also_ok=("config_error",),
     ),
+    # Meant to be refused, and the next one to be healthy.
     _own(
         "own-foreign-vocabulary",
-        "config_error",
+        "benign",
         recipe="sft",
         change='sed -i \'s/"prompt": "/"prompt": "sort: \\u00e9/\' data/train.jsonl',
-        also_ok=("storage_fault", "rank_exception_masked"),
     ),
     _own(
         "own-evaluated",
-        "benign",
+        "config_error",
         recipe="sft",
         change="printf 'evaluation: {every: 4, data: {path: data/train.jsonl}}\\n' >> run.yaml",
     ),
