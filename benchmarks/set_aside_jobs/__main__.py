@@ -18,6 +18,8 @@ from benchmarks.set_aside_jobs import (
     lightning_entries,
     lockstep_entries,
     ray_entries,
+    third_entries,
+    third_framework_entries,
     told_entries,
     vllm_entries,
 )
@@ -36,7 +38,8 @@ VENVS = {
 """Nothing makes the one of Lightning: a venv whose site-packages has a .pth to those of `.venv`."""
 MOST_BYTES = 200_000
 MODULES = (
-    deepspeed_entries, launcher_entries, lightning_entries, lockstep_entries, ray_entries, told_entries, vllm_entries,
+    deepspeed_entries, launcher_entries, lightning_entries, lockstep_entries, ray_entries, third_entries,
+    third_framework_entries, told_entries, vllm_entries,
 )  # fmt: skip
 ENTRIES = {each.name: each for module in MODULES for each in module.ENTRIES}
 
@@ -56,7 +59,10 @@ def main() -> None:
     else:
         for corpus in CORPORA:
             made = truth(corpus)
-            (corpus / "truth.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+            place = corpus / "truth.json"
+            lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(made[name])}" for name in made)
+            if not place.exists() or json.loads(place.read_text(encoding="utf-8")) != made:
+                place.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
             print(f"{corpus.name}: {count_noun(len(made), 'job')}")
 
 
