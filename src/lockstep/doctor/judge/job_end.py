@@ -19,7 +19,7 @@ _EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): "
 _SURE_STRENGTH = 0.7
 """A cause with a rule of at least this strength outweighs an earlier report of success."""
 _CLOSING = re.compile(
-    r"(?i)^(?!.*(?:NCCL|shutdown|\.(?:cc|cpp):\d)).*"
+    r"(?i)^(?!.*(?:NCCL|shutdown|\b(?:not|never|only) |n't |\.(?:cc|cpp):\d)).*"
     r"\b(?:completed?|done|finished|written|wrote|saved|verified|exported|uploaded|passed|succe\w+|all \w+ ok"
     r"|reached step \d+|(?P<all>[1-9]\d*) of (?P=all)|exit(?:ed|ing)?(?: with)? (?:code|status|SystemExit:?)[ :=]*0)\b"
     r"(?!.{0,200}(?:waiting|with errors|(?<! 0 )failed))"

@@ -162,3 +162,22 @@ def test_a_program_that_closes_with_its_work_done_is_healthy(tmp_path: Path, las
 def test_information_of_a_library_is_no_trouble(tmp_path: Path) -> None:
     end = "[I1127 20:30:18.97 TCPStoreLibUvBackend.cpp:1354] [c10d] uv_loop_close failed with:-16 errn:EBUSY"
     assert judged(tmp_path, job=[*steps(0, 40), end]).cause == "benign"
+
+
+def test_a_sweep_that_names_failed_trials_did_not_end_well(tmp_path: Path) -> None:
+    """The driver's last line says that it is done; a line that says "not complete" reports no success either."""
+    failed = "2026-11-28 00:26:09,729 ERROR tune.py:1035 -- Trials did not complete: [trial_2, trial_3]"
+    assert judged(tmp_path, driver=[*steps(0, 9), failed, "sweep finished"]).cause == "rank_exception_masked"
+    assert judged(tmp_path, other=["starting", "loading", "12 trials did not complete"]).cause != "benign"
+
+
+def test_a_refused_request_that_the_client_skips_is_no_wrong_setting(tmp_path: Path) -> None:
+    refusal = 'HTTP 400 {"error": {"message": "This model\'s maximum context length is 128 tokens."}}'
+    served = ["INFO:     Application startup complete.", *steps(0, 9)]
+    assert judged(tmp_path, log=[*served, f"WARNING request 3 skipped: {refusal}", *steps(0, 3, 9)]).cause == "benign"
+
+
+def test_a_placement_group_that_became_ready_is_not_waited_for(tmp_path: Path) -> None:
+    starts = "2026-11-28 00:26:59,431 INFO worker.py:2038 -- Started a local Ray instance."
+    lines = [starts, "waiting for placement group", "placement group is ready"]
+    assert judged(tmp_path, driver=lines).cause == "benign"
