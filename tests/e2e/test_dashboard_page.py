@@ -1,13 +1,16 @@
 """The page of `lockstep dashboard` in a real browser: each view, hostile text, its address, keyboard, narrow screens,
 lost connections, and 1,000 ranks with 10,000 steps."""
 
+import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from harness import Launched, config, task, write
 
 from benchmarks.chromium import CHROMIUM, BrowserPage, Chromium
 from benchmarks.dashboard_page import GOAL_TASK_MS, VIEWS, make_processes, make_run, open_view, served, use
@@ -262,3 +265,31 @@ def test_a_thousand_gpus_are_drawn_in_slices(address: str, page: BrowserPage) ->
 def test_parts_of_the_page(address: str, page: BrowserPage) -> None:
     open_view(page, address, "config")
     assert page.run((HERE / "dashboard_parts.js").read_text()) == []
+
+
+def test_the_graph_of_a_rank_that_is_really_stopped(tmp_path: Path, page: BrowserPage) -> None:
+    """The rank stands in red where the arrow from its peer ends, until the run has replaced it; then it is an
+    incident."""
+    home = task(tmp_path)
+    values = config(home, "grpo", name="stopped", steps=10_000, watch={"notice_s": 2.0})
+    launched = Launched.start(tmp_path / "runs" / "stopped", str(write(home, values)))
+    try:
+        launched.wait_for("train", 3)
+        with served(launched.folder) as found:
+            open_view(page, found, "waits")
+            page.until("document.querySelector('.node .label')")
+            rank = launched.beacon("policy-1")
+            assert rank is not None
+            os.kill(rank.pid, signal.SIGSTOP)
+            page.until("document.querySelector('.verdict')?.textContent.includes('is stopped')", 60)
+            assert page.run("document.querySelector('.verdict .pill').textContent") == "policy-1"
+            assert "policy-1" in page.until("document.querySelector('.node[aria-label*=culprit]')?.ariaLabel")
+            page.until("document.querySelector('.tabs .count')?.textContent === '1'", 60)
+            open_view(page, found, "incidents")
+            assert "policy-1" in page.until("document.querySelector('.incident')?.textContent", 60)
+            for view, part in (("hosts", "host"), ("samples", "sample"), ("communication", "matrix")):
+                open_view(page, found, view)
+                page.until(f"document.querySelector('.{part}')")
+            assert page.gather() == []
+    finally:
+        launched.kill()

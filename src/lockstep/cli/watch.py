@@ -67,28 +67,10 @@ def command(
     from lockstep.watch.diagnosis.verdict import StallThresholds
     from lockstep.watch.supervisor.incident import make_incident_root
     from lockstep.watch.supervisor.multi_node import SupervisorEndpoint
-    from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
-    console, events = SafeConsole(stderr=True, soft_wrap=True), open_event_log(log_format, "watch")
-    shown: set[str] = set()
-
-    def show_event(event: SupervisorEvent) -> None:
-        if events is not None:
-            _write_verdict(events, event)
-        else:
-            console.print(_verdict_line(event))
-        if event.incident is not None and event.incident not in shown:
-            shown.add(event.incident)
-            if text := _environment_findings(Path(event.incident)):
-                show_problem(f"environment: {text}")
-
-    def show_problem(text: str) -> None:
-        if events is not None:
-            events.write("warning", text, "warning")
-        else:
-            console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
-
-    logging.getLogger().addHandler(WarningHandler(show_problem))
+    events = open_event_log(log_format, "watch")
+    console = _WatchConsole(events)
+    logging.getLogger().addHandler(WarningHandler(console.show_problem))
 
     thresholds = StallThresholds(notice_s=notice_after, still_s=confirm_after)
     try:
@@ -101,11 +83,38 @@ def command(
     name, file = Path(words[0]).name, None if communication is None else communication.absolute()
     watched = WatchedCommand(words, incidents, on_stall.value, thresholds, name, node, endpoint, file)
     try:
-        code = run_watched(watched, show_event, show_problem)
+        code = run_watched(watched, console.show_verdict, console.show_problem)
     except CommandNotStarted as error:
         show_refusal(error, events)
         raise typer.Exit(error.code) from None
     raise typer.Exit(code)
+
+
+class _WatchConsole:
+    """Reports on standard error, or as events, while the command runs."""
+
+    def __init__(self, events: EventLog | None) -> None:
+        self._console, self._events = SafeConsole(stderr=True, soft_wrap=True), events
+        self._shown: set[str] = set()
+        """Incidents whose environment was judged."""
+
+    def show_verdict(self, event: "SupervisorEvent") -> None:
+        """Reports a verdict, and once what of the environment may have caused its incident."""
+        if self._events is not None:
+            _write_verdict(self._events, event)
+        else:
+            self._console.print(_verdict_line(event))
+        if event.incident is not None and event.incident not in self._shown:
+            self._shown.add(event.incident)
+            if text := _environment_findings(Path(event.incident)):
+                self.show_problem(f"environment: {text}")
+
+    def show_problem(self, text: str) -> None:
+        """Reports a warning."""
+        if self._events is not None:
+            self._events.write("warning", text, "warning")
+        else:
+            self._console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
 
 
 def _environment_findings(incident: Path) -> str:

@@ -74,8 +74,8 @@ class EventLog:
                 return {redact_text(str(key), self._known): self._plain(inner) for key, inner in value.items()}
             case list() | tuple():
                 return [self._plain(inner) for inner in value]
-        if hasattr(value, "item"):  # a number of numpy
-            return self._plain(value.item())
+        if hasattr(value, "tolist"):  # a number or an array of numpy or torch
+            return self._plain(value.tolist())
         return redact_text(str(value), self._known)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -106,3 +106,31 @@ def connection_type() -> type[BoundedConnection]:
         _waiting: ClassVar[dict[BoundedConnection, None]] = {}
 
     return Connection
+
+
+def bounded_config(
+    app: Any, connections: int, header_bytes: int, shutdown_s: int, *, starts_app: bool = True
+) -> uvicorn.Config:
+    """The settings of a server whose connections are bounded.
+
+    Args:
+        app: the ASGI callable.
+        connections: how many there may be.
+        header_bytes: the size of a request's header, at most.
+        shutdown_s: how long requests in progress may take once the server ends.
+        starts_app: whether the application has code for its start and end.
+    """
+    return uvicorn.Config(
+        app,
+        http=connection_type(),
+        ws="none",
+        lifespan="auto" if starts_app else "off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=ACCEPTED_AT_ONCE,
+        limit_concurrency=connections,
+        timeout_graceful_shutdown=shutdown_s,
+        h11_max_incomplete_event_size=header_bytes,
+    )

@@ -95,6 +95,18 @@ def test_hostile_texts_stay_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tr0ub4dor" not in stream.getvalue() and second["metrics"] == {"x": [None, True, 3]}
 
 
+def test_arrays_are_lists() -> None:
+    stream = io.StringIO()
+    values = {
+        "all": np.array([[1.0, np.nan], [2.0, 3.0]]),
+        "one": np.float32(0.5),
+        "none": np.array([]),
+        "zero": np.array(7),
+    }
+    EventLog("controller", stream).write("step", "", metrics=values)
+    assert rows(stream)[0]["metrics"] == {"all": [[1.0, None], [2.0, 3.0]], "one": 0.5, "none": [], "zero": 7}
+
+
 def test_lines_of_several_threads_do_not_mix() -> None:
     stream = io.StringIO()
     events = EventLog("controller", stream)

@@ -26,7 +26,7 @@ from lockstep.report.dashboard.run_catalogue import RunCatalogue
 from lockstep.report.dashboard.run_feed import UNREADABLE, RunBusy
 from lockstep.report.dashboard.shown_run import ShownRun
 from lockstep.report.dashboard.static_files import static_file
-from lockstep.report.server_connections import ACCEPTED_AT_ONCE, QueueingServer, connection_type
+from lockstep.report.server_connections import QueueingServer, bounded_config
 
 T = TypeVar("T")
 Step = Annotated[int | None, Query(ge=0)]
@@ -99,9 +99,8 @@ class DashboardServer:
     def _overviews(self) -> list[dict[str, Any]]:
         found = []
         for name, shown in self._catalogue.runs().items():
-            with suppress(
-                LedgerError, *UNREADABLE, OSError, RunBusy
-            ):  # one that was removed meanwhile, or is no run after all
+            # One that was removed meanwhile, or is no run after all, is left out.
+            with suppress(LedgerError, *UNREADABLE, OSError, RunBusy):
                 found.append({"id": name, "folder": str(shown.folder), **asdict(shown.feed.overview())})
         return found
 
@@ -230,23 +229,7 @@ class _EndingServer(QueueingServer):
 def http_server_of(server: DashboardServer) -> uvicorn.Server:
     """The server of the application; `run(sockets=[...])` serves until Ctrl-C or SIGTERM, or until `should_exit` is
     set."""
-    return _EndingServer(
-        uvicorn.Config(
-            server.app,
-            http=connection_type(),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            lifespan="off",
-            backlog=ACCEPTED_AT_ONCE,
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-        ),
-        server.events,
-    )
+    return _EndingServer(bounded_config(server.app, CONNECTIONS, HEADER_BYTES, 1, starts_app=False), server.events)
 
 
 def serve_dashboard(server: DashboardServer, listening: socket.socket) -> None:

@@ -1,14 +1,17 @@
 """News about runs as server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
-One task looks at the runs that anybody listens to, and puts what is new into a ring. Each listener reads the ring at
-its own pace: one that is too slow, or comes back too late, starts anew, and costs no memory.
+A task for each run that anybody listens to looks at it, and puts what is new into a ring: a run on a file system that
+does not answer keeps no other one waiting. Each listener reads the ring at its own pace: one that is too slow, or comes
+back too late, starts anew, and costs no memory.
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +21,16 @@ from lockstep.report.dashboard.metric_history import json_bytes, json_number
 from lockstep.report.dashboard.run_feed import UNREADABLE, RunBusy
 from lockstep.report.dashboard.shown_run import ShownRun
 
+log = logging.getLogger(__name__)
+
 LOOK_S = 1.0
 READ_S = 0.2
 """How often a listener looks into the ring."""
 HEARTBEAT_S = 10.0
 HOSTS_S, WAITS_S = 5.0, 2.0
 """The shortest time between two events of these kinds."""
+LOOKING_THREADS = 32
+"""At most so many runs are looked at together."""
 MOST_STEPS = 50
 """Steps of one look; a page that missed more asks for the curves."""
 RING_EVENTS, RING_BYTES = 4096, 16 << 20
@@ -35,6 +42,10 @@ class _Followed:
     """What listeners know of a run."""
 
     listeners: int = 0
+    task: asyncio.Task[None] | None = None
+    """Looks at the run while there are listeners."""
+    problem: str = ""
+    """Of the last look, unless it was fine."""
     step: int = -1
     state: str = ""
     waits: Any = None
@@ -65,7 +76,7 @@ class EventStream:
         self._ring: deque[_Event] = deque()
         self._bytes = self._newest = 0
         self._followed: dict[str, _Followed] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(LOOKING_THREADS, "dashboard events")
         self.closing = False
 
     async def follow(self, runs: Sequence[str], last_id: str) -> AsyncIterator[bytes]:
@@ -79,10 +90,11 @@ class EventStream:
         place = self._newest if place is None else place
         yield f"retry: {RETRY_MS}\n".encode() + self._encoded("hello", hello, place)
         for run in runs:
-            self._followed.setdefault(run, _Followed()).listeners += 1
+            followed = self._followed.setdefault(run, _Followed())
+            followed.listeners += 1
+            if followed.task is None or followed.task.done():
+                followed.task = asyncio.create_task(self._look_again_and_again(run, followed))
         try:
-            if self._task is None or self._task.done():
-                self._task = asyncio.create_task(self._look_again_and_again())
             wanted, quiet = set(runs), time.monotonic()
             while not self.closing:
                 if self._ring and place < self._ring[0].number - 1:
@@ -123,14 +135,21 @@ class EventStream:
         while len(self._ring) > RING_EVENTS or (self._bytes > RING_BYTES and len(self._ring) > 1):
             self._bytes -= len(self._ring.popleft().data)
 
-    async def _look_again_and_again(self) -> None:
-        while any(each.listeners for each in self._followed.values()) and not self.closing:
-            for name, followed in list(self._followed.items()):
-                if followed.listeners:
-                    for kind, data in await asyncio.to_thread(self._look, name, followed):
-                        self._publish(name, kind, data)
+    async def _look_again_and_again(self, run: str, followed: _Followed) -> None:
+        loop = asyncio.get_running_loop()
+        while followed.listeners and not self.closing:
+            try:
+                for kind, data in await loop.run_in_executor(self._threads, self._look, run, followed):
+                    self._publish(run, kind, data)
+            except Exception as error:  # a mistake in one look must not end those that follow
+                problem = f"{type(error).__name__}: {error}"
+                if followed.problem != problem:
+                    log.warning("cannot tell what is new of run %s", run, exc_info=error)
+                    self._publish(run, "state", {"state": "unreadable", "message": problem})
+                followed.state, followed.problem = "unreadable", problem
+            else:
+                followed.problem = ""
             await asyncio.sleep(LOOK_S)
-        self._task = None
 
     def _look(self, run: str, followed: _Followed) -> list[tuple[str, dict[str, Any]]]:
         """What is new of a run, which may be removed or damaged."""

@@ -32,7 +32,8 @@ def incident_folder(incident: Incident, folder: Path) -> Path | None:
     """The folder of an incident in that of its run; None if it has none, or is not really there."""
     path = folder / incident.folder
     is_inside = path.parent == folder / USUAL_FOLDER and path.name not in ("", ".", "..")
-    return path if incident.folder and is_inside and path.is_dir() and not path.is_symlink() else None
+    is_linked = path.is_symlink() or path.parent.is_symlink()
+    return path if incident.folder and is_inside and path.is_dir() and not is_linked else None
 
 
 def incident_files_of(path: Path) -> dict[str, Path]:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,11 @@ class _LiveReader:
         """By name and pid: the number of the newest span that was read, and the newest stages."""
 
     def look(self) -> LiveView:
-        rows = beacon_table.process_rows(beacon_table.take_snapshot(self._run))
-        verdicts = self._observer.poll()
+        every = beacon_table.process_rows(beacon_table.take_snapshot(self._run))
+        rows = without_replaced(every)
+        left = {row.name for row in every} - {row.name for row in rows}
+        # One that blames only processes that were replaced since is about a failure that is over.
+        verdicts = [each for each in self._observer.poll() if not _names_only(each, left)]
         verdict = verdicts[0] if verdicts else None
         edges = wait_graph_edges(rows, verdict)
         return LiveView(
@@ -171,23 +174,40 @@ def run_id_of(folder: Path) -> str | None:
         return None
 
 
+def without_replaced(rows: Sequence[ProcessRow]) -> list[ProcessRow]:
+    """All processes but those that ended and that another one of the same role and rank has replaced."""
+    living = {(row.role, row.rank) for row in rows if row.alive}
+    return [row for row in rows if row.alive or (row.role, row.rank) not in living]
+
+
 def wait_graph_edges(rows: Sequence[ProcessRow], verdict: Verdict | None) -> list[dict[str, Any]]:
     """Who waits for what: the longest waits first, and the chain of the verdict, which may say more exactly for which
     process."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
+    processes = {row.name: row.name for row in rows} | _ranks_of_verdict(rows, verdict)
+
+    def add(waiter: str, waits_for: str, why: str, seconds: float | None) -> None:
+        named = [processes.get(part) for part in waits_for.split(", ")]
+        for target in named if all(named) else [waits_for]:
+            ends = processes.get(waiter, waiter), str(target)
+            found[ends] = {"from": ends[0], "to": ends[1], "why": redact_text(why), "seconds": seconds}
+
     for row in rows:
-        for wait in row.waits:
-            edge = {
-                "from": row.name,
-                "to": wait.waits_for,
-                "why": redact_text(wait.why),
-                "seconds": round(wait.since_s, 1),
-            }
-            found.setdefault((row.name, wait.waits_for), edge)
+        for wait in reversed(row.waits):  # the one to show first is kept
+            add(row.name, wait.waits_for, wait.why, round(wait.since_s, 1))
     for link in verdict.waiting if verdict is not None else ():
-        seconds = None if link.since_s is None else round(link.since_s, 1)
-        found[link.who, link.on] = {"from": link.who, "to": link.on, "why": redact_text(link.what), "seconds": seconds}
+        add(link.who, link.on, link.what, None if link.since_s is None else round(link.since_s, 1))
     return sorted(found.values(), key=lambda edge: -(edge["seconds"] or 0.0))[:MOST_EDGES]
+
+
+def _ranks_of_verdict(rows: Sequence[ProcessRow], verdict: Verdict | None) -> dict[str, str]:
+    """The processes that the chain of a verdict calls `rank 0`: those of its culprits' role, if it is one."""
+    roles = {each.role for each in verdict.culprits} if verdict is not None else set()
+    return {f"rank {row.rank}": row.name for row in rows if {row.role} == roles and row.alive}
+
+
+def _names_only(verdict: Verdict, names: Collection[str]) -> bool:
+    return bool(verdict.culprits) and all(culprit_name(each) in names for each in verdict.culprits)
 
 
 def wait_graph_nodes(

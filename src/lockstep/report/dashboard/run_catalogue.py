@@ -41,9 +41,10 @@ class RunCatalogue:
 
     def runs(self) -> dict[str, ShownRun]:
         """All runs by id, in the order of the command line, those of one folder by name."""
+        folders = self._folders()  # not under the lock: a file system may not answer
         with self._lock:
             found = {}
-            for folder in self._folders():
+            for folder in folders:
                 name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:_ID_CHARS]
                 found[name] = self._runs.get(name) or ShownRun(folder)
             self._runs = found

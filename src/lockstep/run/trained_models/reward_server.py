@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from lockstep.base.json_text import MalformedJson, parse_json
 from lockstep.base.text import count_noun
-from lockstep.report.server_connections import ACCEPTED_AT_ONCE, QueueingServer, connection_type
+from lockstep.report.server_connections import QueueingServer, bounded_config
 from lockstep.rewards.model_reward import cut_on_the_left
 from lockstep.run.trained_models.local_reward_model import LocalRewardModel
 from lockstep.run.trained_models.score_batching import QueueFull, ScoreBatcher
@@ -308,21 +308,7 @@ class RewardServer:
 def http_server(server: RewardServer) -> uvicorn.Server:
     """The server of the application; `run(sockets=[...])` serves until Ctrl-C or SIGTERM, or until `should_exit` is
     set. The requests in progress get their answers."""
-    return QueueingServer(
-        uvicorn.Config(
-            server.app,
-            http=connection_type(),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=ACCEPTED_AT_ONCE,
-            limit_concurrency=server.limits.connections,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-        )
-    )
+    return QueueingServer(bounded_config(server.app, server.limits.connections, HEADER_BYTES, SHUTDOWN_S))
 
 
 def run_server(server: RewardServer, listening: socket.socket) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -170,10 +171,61 @@ def test_nobody_listens_nobody_looks(folder: Path) -> None:
         listener = Listener(stream.follow(["r"], ""))
         await listener.until("state")
         await listener.close()
-        for _ in range(200):
-            if stream._task is None:
-                break
-            await asyncio.sleep(0.02)
-        assert stream._task is None
+        task = stream._followed["r"].task
+        assert task is not None
+        await asyncio.wait_for(task, 20)
 
     following(folder, body)
+
+
+def test_a_run_whose_folder_does_not_answer_keeps_no_other_one_waiting(folder: Path) -> None:
+    hangs = threading.Event()
+    answers = ShownRun(folder)
+
+    def find(run: str) -> ShownRun | None:
+        if run == "hung":
+            hangs.wait(60)
+        return answers if run == "r" else None
+
+    async def main() -> None:
+        stream = EventStream(find)
+        try:
+            listener = Listener(stream.follow(["hung", "r"], ""))
+            assert (await listener.until("state"))[0][2]["run"] == "r"
+            add_step(folder)
+            assert (await listener.until("step"))[0][2]["run"] == "r"
+        finally:
+            hangs.set()
+        stream.closing = True
+
+    asyncio.run(main())
+
+
+def add_step(folder: Path) -> None:
+    with Ledger.resume(folder) as ledger:
+        for step in range(3):
+            ledger.commit(step, {})
+        add_steps(ledger, 3, 4)
+
+
+def test_a_mistake_in_one_look_is_reported_once_and_the_looks_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls, news = [], event_stream._news
+
+    def broken(shown: ShownRun, followed: event_stream._Followed) -> list[tuple[str, dict[str, Any]]]:
+        calls.append(1)
+        if 2 <= len(calls) <= 6:
+            raise AttributeError("a mistake")
+        return news(shown, followed)
+
+    monkeypatch.setattr(event_stream, "_news", broken)
+
+    async def body(stream: EventStream) -> None:
+        listener = Listener(stream.follow(["r"], ""))
+        states = [data for _, _, data in await listener.until("state", 3)]
+        assert states[1] == {"run": "r", "state": "unreadable", "message": "AttributeError: a mistake"}
+        assert states[2]["state"] == states[0]["state"] and len(calls) >= 7
+
+    following(folder, body)
+    assert [each.message for each in caplog.records] == ["cannot tell what is new of run r"]

@@ -121,6 +121,14 @@ def test_a_folder_that_is_a_link_is_not_followed(folder: Path, tmp_path: Path) -
     assert incident(server_of(folder))["files"] == []
 
 
+def test_a_folder_of_incidents_that_is_a_link_is_not_followed(server: DashboardServer, folder: Path) -> None:
+    elsewhere = folder.parent / "elsewhere"
+    (folder / "incidents").rename(elsewhere)
+    (folder / "incidents").symlink_to(elsewhere)
+    found = incident(server)
+    assert found["files"] == [] and found["text"] == "policy-1 is stopped" and found["evidence"] == []
+
+
 def test_a_verdict_that_is_no_verdict_is_left_out(server: DashboardServer, folder: Path) -> None:
     (folder / "incidents" / NAME / "verdict.json").write_text('{"evidence": ["text", 5], "explanation": 7}')
     assert incident(server)["evidence"] == [] and incident(server)["text"] == "7"

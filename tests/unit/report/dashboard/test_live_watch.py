@@ -11,7 +11,7 @@ from dashboard_helpers import ask, make_run, run_id, server_of
 from lockstep.base.wait_state import track_wait
 from lockstep.report.dashboard import live_watch
 from lockstep.report.dashboard.host_figures import HostHistory, gpu_figures, run_hosts
-from lockstep.report.dashboard.live_watch import LiveWatch, wait_graph_edges, wait_graph_nodes
+from lockstep.report.dashboard.live_watch import LiveWatch, wait_graph_edges, wait_graph_nodes, without_replaced
 from lockstep.watch.beacon.beacon_table import ProcessRow, WaitRow
 from lockstep.watch.beacon.writer import Beacon, close_beacon, open_beacon
 from lockstep.watch.devices.device_samples import DeviceFault, DeviceSample, DeviceState
@@ -96,6 +96,25 @@ def test_the_chain_of_the_verdict_is_on_the_graph() -> None:
     nodes = {each["name"]: each for each in wait_graph_nodes(rows, edges, verdict)}
     assert nodes["policy-1"]["culprit"] and not nodes["policy-0"]["culprit"]
     assert (nodes["trainer ranks"]["state"], nodes["trainer ranks"]["role"]) == ("group", "policy")
+
+
+def test_ranks_and_lists_of_processes_are_the_processes_themselves() -> None:
+    waiting = WaitRow("event", "policy-0.1, policy-1.1", "optimizer step", 9.0, 9.0, None, "MainThread")
+    controller = replace(process("controller", 0, waiting), role="controller")
+    rows = [controller, process("policy-0.1", 0), process("policy-1.1", 1)]
+    chain = (WaitLink("controller", "rank 0", "optimizer step", 8.0), WaitLink("rank 0", "rank 1", "all_gather #7"))
+    culprit = Culprit(1, "policy", name="policy-1.1")
+    edges = wait_graph_edges(rows, Verdict(VerdictKind.ABSENT, VerdictLevel.CONFIRMED, (culprit,), waiting=chain))
+    assert sorted((each["from"], each["to"], each["why"]) for each in edges) == [
+        ("controller", "policy-0.1", "optimizer step"), ("controller", "policy-1.1", "optimizer step"),
+        ("policy-0.1", "policy-1.1", "all_gather #7"),
+    ]  # fmt: skip
+    assert {each["name"] for each in wait_graph_nodes(rows, edges, None)} == {row.name for row in rows}
+
+
+def test_a_process_that_was_replaced_is_left_out_and_one_that_was_not_stays() -> None:
+    ended = [replace(process(f"policy-{rank}", rank), alive=False, state="gone") for rank in range(2)]
+    assert [row.name for row in without_replaced([*ended, process("policy-1.1", 1)])] == ["policy-0", "policy-1.1"]
 
 
 def test_a_thousand_ranks_make_a_graph_at_once() -> None:

@@ -59,14 +59,19 @@ class App {
     const { runs } = await get("runs");
     const before = this.runs.map((run) => run.id).join();
     this.runs = runs.map((run) => ({ ...run, name: run.name || run.id }));
-    if (!this.chosen().length && this.runs.length && !state.runs.length) {
-      const first = this.runs.find((run) => run.state === "running") || this.runs[0];
-      change({ runs: [first.id] });
-    }
+    this.chooseFirst();
     this.place();
     if (before !== this.runs.map((run) => run.id).join() || !this.drawn) this.drawRuns();
     else this.listRuns();
     this.drawn = true;
+  }
+
+  /** Chooses a run if the address names none: one that trains, if there is one. */
+  chooseFirst() {
+    if (state.runs.length || !this.runs.length) return false;
+    const first = this.runs.find((run) => run.state === "running") || this.runs[0];
+    change({ runs: [first.id] });
+    return true;
   }
 
   /** The runs that are shown together; the first one is the run that single-run views show. */
@@ -77,6 +82,7 @@ class App {
   place() { this.runs.forEach((run) => { run.place = Math.max(0, state.runs.indexOf(run.id)); }); }
 
   picked() {
+    if (this.chooseFirst()) return; // comes here again with the run
     this.place();
     this.drawRuns();
     this.headline();
@@ -186,7 +192,7 @@ class App {
 
   headline() {
     const run = this.primary();
-    if (!run) { put($("headline"), h("h1", {}, this.runs.length ? "Choose a run" : "No run yet"), h("div", { class: "sub" }, this.runs.length ? "Tick one or several on the left." : "Runs appear here when they start.")); return; }
+    if (!run) { this.headlineKey = null; put($("headline"), h("h1", {}, this.runs.length ? "Choose a run" : "No run yet"), h("div", { class: "sub" }, this.runs.length ? "Tick one or several on the left." : "Runs appear here when they start.")); return; }
     const verdict = this.verdicts.get(run.id);
     const lasted = (run.state === "running" ? Date.now() / 1000 : run.updated || 0) - (run.started || 0);
     const facts = [run.recipe, `step ${(run.step ?? 0).toLocaleString("en")}${run.steps ? ` of ${run.steps.toLocaleString("en")}` : ""}`,
