@@ -189,10 +189,10 @@ class FakeConnection:
 
     def close(self) -> None: ...
 
-    def queue(self, *parts: Any) -> int:
+    def queue(self, *parts: Any) -> tuple[int, int]:
         """Sends a frame to the other end."""
         self.account.network.put(self.account.network.sent, partial(self._deliver, parts))
-        return 0
+        return 0, 0
 
     def _deliver(self, parts: Sequence[Any]) -> None:
         frame = bytearray(b"".join(parts))

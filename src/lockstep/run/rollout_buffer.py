@@ -148,7 +148,6 @@ class RolloutBuffer:
         self._collect()
         current.ready += len(current.done)
         self.engines.wait_until(lambda: self._poll(current), why=f"rollouts of step {step + 1}", step=step)
-        self._persist_due()  # now, because scoring may take long
         self._finish(current)
         groups = [
             Group(prompt, [current.done[id] for id in ids])

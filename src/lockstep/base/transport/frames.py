@@ -154,9 +154,9 @@ class Connection:
         """Returns the socket's descriptor, for selectors; -1 after closing."""
         return self._socket.fileno()
 
-    def queue(self, *parts: Buffer) -> int:
+    def queue(self, *parts: Buffer) -> tuple[int, int]:
         """Queues a frame, the concatenation of `parts`, for `flush`. Buffers must not change until they are written.
-        Returns the value that `written_bytes` has when all of it is written.
+        Returns the values that `written_bytes` has when everything before it is written, and when all of it is.
 
         Raises:
             FrameTooLarge: nothing was queued.
@@ -181,8 +181,8 @@ class Connection:
                 code.update(content.digest())
             frame = header, *parts, code.digest()
             self._outbox.extend((memoryview(b"".join(frame)),) if size < JOINED_BYTES else map(memoryview, frame))
-            self._queued_bytes += _LENGTH.size + size + 2 * CODE_BYTES
-            return self._queued_bytes
+            begin, self._queued_bytes = self._queued_bytes, self._queued_bytes + _LENGTH.size + size + 2 * CODE_BYTES
+            return begin, self._queued_bytes
 
     def flush(self) -> bool:
         """Writes as much as the socket accepts without blocking. Returns whether everything is written.

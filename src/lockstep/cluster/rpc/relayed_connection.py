@@ -1,6 +1,5 @@
 """The controller's end of a call relay: one connection that carries those of all workers of a node."""
 
-import contextlib
 import logging
 import threading
 import time
@@ -62,9 +61,8 @@ class CallRelayLink:
         self.heartbeat = PeerHeartbeat(RELAY_SILENT_S)
         self._transferred = 0
         """Bytes of large frames when the heartbeat was last checked."""
-        self._queued = self._written = 0
-        """Bytes that were queued on the connection, and those that had been written when the workers' transfers were
-        last counted."""
+        self._written = 0
+        """Bytes that had been written on the connection when the workers' transfers were last counted."""
         self._large: deque[tuple[int, int, Sequence[int]]] = deque()
         """The large frames that were not written completely then: where each begins and ends, and its channels."""
 
@@ -80,15 +78,14 @@ class CallRelayLink:
     def _count_transfers(self) -> None:
         """Counts what was written of large frames for the workers to which these frames go, and for no others."""
         written = self.connection.written_bytes
-        while self._large:
-            begin, end, channels = self._large[0]
+        for _ in range(len(self._large)):  # other threads may add some
+            begin, end, channels = frame = self._large.popleft()
             moved = max(0, min(written, end) - max(self._written, begin))
             for channel in channels:
                 if channel in self.channels:
                     self.channels[channel][0].written += moved
             if written < end:
-                break
-            self._large.popleft()
+                self._large.append(frame)
         self._written = written
 
     def open(self, channel: int, worker: "RemoteWorker") -> None:
@@ -178,30 +175,43 @@ class CallRelayLink:
         self.flush()
 
     def _queue_calls(self, channels: list[int], calls: Sequence[tuple[OpenCall, RelayedArguments]]) -> None:
-        arrived = self._take_arrived()
         same = [] if channels == self._called else channels
-        message = RelayedCalls(same, [_relayed(*each) for each in calls], arrived)
-        self.queue(channels, pack_body(message), *[part for _, own in calls for part in own.payload])
+        relayed, payload = [_relayed(*each) for each in calls], [part for _, own in calls for part in own.payload]
+        arrived = self._take_arrived()
+        try:
+            self.queue(channels, pack_body(RelayedCalls(same, relayed, arrived)), *payload)
+        except WireError:
+            self._put_back(arrived)
+            raise
         self._called = channels
 
     def queue(self, channels: Sequence[int], *parts: Buffer) -> None:
         """Queues a frame for the workers of these channels. Raises FrameTooLarge, ConnectionClosed."""
-        begin, self._queued = self._queued, self.connection.queue(*parts)
-        if self._queued - begin > BULK_BYTES:
-            self._large.append((begin, self._queued, channels))
+        begin, end = self.connection.queue(*parts)
+        if end - begin > BULK_BYTES:
+            self._large.append((begin, end, channels))
 
     def acknowledge(self) -> None:
         """Acknowledges the results that no call has acknowledged yet."""
         if any(self._arrived):
             arrived = self._take_arrived()
-            with contextlib.suppress(WireError):  # then the workers send them again
+            try:
                 self.queue((), *pack_relayed(RelayedAcks(arrived)))
                 self.flush()
+            except WireError:  # then the workers send them again
+                self._put_back(arrived)
 
     def _take_arrived(self) -> Arrived:
         with self._arrived_lock:
             arrived, self._arrived = self._arrived, ([], [], [])
         return arrived
+
+    def _put_back(self, arrived: Arrived) -> None:
+        """Leaves acknowledgements to the next frame, because the one with them was refused."""
+        with self._arrived_lock:
+            for earlier, later in zip(arrived, self._arrived, strict=True):
+                earlier.extend(later)
+            self._arrived = arrived
 
     def flush(self) -> None:
         """Writes as much as possible now, and leaves the rest to the thread of the server. Raises WireError."""
@@ -232,11 +242,10 @@ class RelayedConnection:
         other workers do not count."""
         return self.moved + self.written
 
-    def queue(self, *parts: Buffer) -> int:
+    def queue(self, *parts: Buffer) -> None:
         """Queues a frame. Raises FrameTooLarge, ConnectionClosed."""
         size = sum(memoryview(part).nbytes for part in parts)
         self.link.queue((self.channel,), pack_body(RelayedFrames([self.channel], [size])), *parts)
-        return size
 
     def flush(self) -> bool:
         """Writes as much as possible; the link writes the rest. Raises ConnectionClosed."""

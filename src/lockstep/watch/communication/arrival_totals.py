@@ -3,7 +3,7 @@
 `communication.json` has the totals of all collectives of which the entries of all members are known:
 
     {"format": 1, "run", "written": seconds since the epoch, "communicators": [COMMUNICATOR, ...],
-        "windows": [WINDOW, ...]}
+        "windows": [WINDOW, ...], "left_out": communicators whose totals gave way to those of newer ones}
     COMMUNICATOR: {"name", "backend", "processes": [name of each rank], "on_device": operations run after their calls,
         "unmatched": calls of which entries are missing, "operations": [OPERATION, ...], "ranks": [RANK, ...],
         "pairs": [[late rank, waiting rank, calls, ns, histogram], ...], "all_pairs": whether `pairs` is complete}
@@ -44,6 +44,8 @@ MOST_PENDING = 1024
 calls with about as many entries in total."""
 MOST_LIVE = 4096
 """Communicators whose calls are being compared."""
+MOST_TOTALS = 4096
+"""Communicators with totals: a job may make new ones, with new names, in every step."""
 MOST_DESCRIBED = 65_536
 """Signatures whose meaning is known: shapes of unequal batches are new ones in every step."""
 WINDOW_S = 10.0
@@ -231,7 +233,9 @@ class ArrivalTotals:
 
     def __init__(self, path: Path | None, run: str) -> None:
         self._path, self._run = path, run
-        self._totals: dict[tuple[str, tuple[str, ...]], CommunicatorTotals] = {}
+        self._totals: OrderedDict[tuple[str, tuple[str, ...]], CommunicatorTotals] = OrderedDict()
+        """By name and processes, the one that was used last at the end."""
+        self._left_out = 0
         self._live: OrderedDict[str, _Live] = OrderedDict()
         """By key in rosters, the one with the newest call last."""
         self._described: OrderedDict[int, tuple[str, int | None]] = OrderedDict()
@@ -297,6 +301,7 @@ class ArrivalTotals:
                 {"began": each.began, "ended": each.ended, "waited_ns": each.waited_ns, "caused_ns": each.caused_ns}
                 for each in self._windows
             ],
+            "left_out": self._left_out,
         }  # fmt: skip
 
     def _of(self, live: _Live, name: str, backend: str, size: int, on_device: bool) -> CommunicatorTotals:
@@ -304,6 +309,10 @@ class ArrivalTotals:
         found = self._totals.get((name, processes))
         if found is None:
             found = self._totals[name, processes] = CommunicatorTotals(name, backend, processes, on_device)
+            if len(self._totals) > MOST_TOTALS:
+                self._totals.popitem(last=False)
+                self._left_out += 1
+        self._totals.move_to_end((name, processes))
         return found
 
     def _join(
@@ -357,11 +366,12 @@ class ArrivalTotals:
                 made = CommunicatorTotals.parse(each)
                 self._totals[made.name, made.processes] = made
             self._windows = [_Window(**each) for each in values["windows"]]
+            self._left_out = int(values.get("left_out", 0))
         except FileNotFoundError:
             return
         except (OSError, KeyError, TypeError, ValueError) as error:
             log.warning("%s cannot be continued, and is written anew: %r", self._path, error)
-            self._totals, self._windows = {}, []
+            self._totals, self._windows = OrderedDict(), []
             return
         covered_s = self._windows[-1].ended - self._windows[0].began if self._windows else 0.0
         while self._window_s * MOST_WINDOWS < covered_s:

@@ -60,10 +60,10 @@ class Node:
     def _accept(self, link: CallRelayLink, channel: int, name: str) -> None:
         link.open(channel, self.workers[int(name[2:])])
 
-    def queue(self, *parts: Any) -> int:
+    def queue(self, *parts: Any) -> tuple[int, int]:
         self.messages += 1
         self.relay.from_controller(bytearray(b"".join(parts)))
-        return 0
+        return 0, 0
 
     def flush(self) -> bool:
         return True

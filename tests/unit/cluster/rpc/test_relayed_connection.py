@@ -1,6 +1,8 @@
 """When the controller takes a call relay for silent."""
 
 import secrets
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,11 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lockstep.base.transport import auth_handshake
-from lockstep.base.transport.frames import Connection
+from lockstep.base.transport.frames import Connection, FrameTooLarge
+from lockstep.cluster.rpc.codec import signature_of
+from lockstep.cluster.rpc.futures import CallGroup
+from lockstep.cluster.rpc.open_calls import OpenCall, RelayedArguments
+from lockstep.cluster.rpc.relay_messages import RelayedAcks, unpack_to_relay
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
+from lockstep.cluster.rpc.remote_worker import SharedArguments
 
 TOKEN = secrets.token_hex(32)
 LIMIT_S = 0.4
+
+
+class Adder:
+    def add(self, number: int) -> int:
+        return number
 
 
 @pytest.fixture
@@ -66,3 +78,52 @@ def test_what_is_written_for_one_worker_is_no_progress_of_another(ends: tuple[Ca
     assert {bytes_of_stuck for bytes_of_stuck, _ in seen} == {0} and stuck.bulk_bytes == 0
     written = [bytes_of_served for _, bytes_of_served in seen]
     assert written == sorted(written) and len(set(written)) > 2 and served.bulk_bytes >= 64 << 20
+
+
+def test_frames_that_threads_queue_at_once_are_counted_for_their_own_workers() -> None:
+    class Queue:
+        """Numbers bytes as a connection does."""
+
+        written_bytes = bulk_bytes = queued = 0
+        lock = threading.Lock()
+
+        def queue(self, *parts: bytes) -> tuple[int, int]:
+            with self.lock:
+                begin, self.queued = self.queued, self.queued + sum(map(len, parts))
+                return begin, self.queued
+
+    link = CallRelayLink(Queue(), lambda _: None)  # type: ignore[arg-type]
+    large, interval = bytes(2 << 20), sys.getswitchinterval()
+
+    def queue(channel: int) -> None:
+        for _ in range(3000):
+            link.queue((channel,), b"x" if channel else large)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=queue, args=(channel,)) for channel in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    finally:
+        sys.setswitchinterval(interval)
+    assert [end - begin for begin, end, _ in link._large] == [len(large)] * 3000
+
+
+def test_acknowledgements_of_a_frame_that_is_refused_go_with_the_next(ends: tuple[CallRelayLink, Connection]) -> None:
+    link, relay = ends
+    link._arrived = [1, 2], [3], [4]
+    limit, link.connection.max_frame = link.connection.max_frame, 8
+    signature = signature_of(Adder.add)
+    group: CallGroup[int] = CallGroup((), signature.qualified, signature.decode_result)
+    call = OpenCall(5, group, signature, SharedArguments(b""), (), [7], link)
+    with pytest.raises(FrameTooLarge):
+        link.send_calls([(call, RelayedArguments(None, (b"x" * 9,), [9]))])
+    link.acknowledge()
+    link._arrived[0].append(6)
+    link.connection.max_frame = limit
+    link.acknowledge()
+    frame = relay.recv(10.0)
+    assert frame is not None
+    assert unpack_to_relay(frame)[0] == RelayedAcks(([1, 2, 6], [3], [4])) and relay.recv(0.2) is None

@@ -148,6 +148,24 @@ def test_memory_is_bounded_whatever_is_new_in_each_step(monkeypatch: pytest.Monk
     assert len(totals._described) <= 20 and len(totals._live) <= 8
 
 
+def test_totals_of_communicators_with_ever_new_names_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrival_totals, "MOST_TOTALS", 8)
+    path = tmp_path / "communication.json"
+    totals = ArrivalTotals(path, "r")
+    for step in range(100):
+        for name in ("dp", f"step-{step}"):
+            for rank in range(2):
+                entry = Entry("h0", step, 0, 1, 0, False)
+                totals.add(name, name, "gloo", 2, (0, step), rank, f"rank-{rank}", entry)
+    totals.write(0.0, last=True)
+    for each in (totals, ArrivalTotals(path, "r")):
+        found = each.to_json()
+        names = {communicator["name"] for communicator in found["communicators"]}
+        assert names == {"dp", *(f"step-{step}" for step in range(93, 100))} and found["left_out"] == 93
+
+
 def test_entries_of_a_large_communicator_that_wait_for_others_are_bounded() -> None:
     totals = ArrivalTotals(None, "r")
     size, entry = 1024, Entry("h0", 0, 0, 1, 0, False)
