@@ -23,6 +23,7 @@ from lockstep.base.folders import new_run_id
 import signal, subprocess, sys, time
 from pathlib import Path
 import psutil
+from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
 folder, worker, heals, code = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "heals", int(sys.argv[4])
@@ -39,6 +40,9 @@ def failed(process):
 
 roles = {"policy-0": ("policy", 0), "policy-1": ("policy", 1), "engine-0": ("rollout", 0)}
 there = {name: start(name, *where) for name, where in roles.items()}
+until = time.monotonic() + 30
+while len(read_beacons(run)) <= len(there) and time.monotonic() < until:  # on a loaded machine they start late
+    time.sleep(0.01)
 broken = []
 for step in range(20):
     own.progress("step", step, 20)
