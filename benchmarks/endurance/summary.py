@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.comparison_table import markdown, markdown_head
 from benchmarks.endurance.watching import grows
+from lockstep.base.text import count_noun
 
 Row = Mapping[str, Any]
 
@@ -74,7 +75,7 @@ def failure_list(done: Sequence[Row]) -> list[str]:
     if not failures:
         return ["Every expectation was met."]
     return [
-        f"{len(failures)} expectations were not met:", "",
+        f"{count_noun(len(failures), 'expectation')} not met:", "",
         *(f"- episode {line['episode']} ({line['variant']}): {each['expectation']}; found: {each['found'][:300]}"
           for line, each in failures),
     ]  # fmt: skip
