@@ -163,7 +163,7 @@ class DatasetSource(SampleSource[Sample]):
         kept = self._select_useful(fitting) if measured.size == usable.size else usable
         kept = np.union1d(kept, np.array(sorted(self._changed), np.int64))  # the order stays what it was
         self.dropped, self._kept = len(rows) - kept.size, kept
-        self.digest = rows.digest()
+        self.digest = rows.digest
         self._order: EpochOrder = EpochOrder(kept, seed, cfg.shuffle)
         self._usage = self._tally.usage(kept)
 

@@ -74,6 +74,8 @@ class PreparedRun:
     """Called after every step."""
     events: EventLog | None = None
     """Where the run reports what it does as JSON; it prints text if None."""
+    row_digests: Sequence[str] = ()
+    """Of each dataset, a digest of the content of some rows; empty if they are a function of the config."""
 
     @property
     def images(self) -> Path | None:
@@ -89,11 +91,6 @@ class PreparedRun:
     def row_counts(self) -> list[int]:
         """The number of rows in use of each dataset, which determines their order."""
         return [len(part) for part in self.data.samples.parts]
-
-    @property
-    def row_digests(self) -> list[str]:
-        """Of each dataset, a digest of the content of some rows; empty if they are a function of the config."""
-        return [part.digest for part in self.data.samples.parts]
 
 
 def prepare_run(
@@ -147,7 +144,10 @@ def prepare_run(
     starts = [] if resume is None else earlier_starts(resume)
     plan, compile_notes = choose_compilation(config, plan, models, data.samples, starts)
     notes += [*_mixture_notes(config, data), *_text_alone_notes(config, models, data), *compile_notes]
-    prepared = PreparedRun(config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run)
+    prepared = PreparedRun(
+        config, folder, resume is not None, plan, model, host, data, notes, others, parent=from_run,
+        row_digests=[part.digest() for part in data.samples.parts],
+    )  # fmt: skip
     check_same_data(folder, starts, config.data.sources, prepared.row_counts, prepared.row_digests)
     return prepared
 

@@ -30,20 +30,22 @@ def write(data: Path, rows: int) -> None:
     data.write_text("\n".join(lines) + "\n")
 
 
-def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> None:
-    make_tiny(
-        tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
-    )
-    data = tmp_path / "data.jsonl"
+def prepared(folder: Path) -> tuple[Path, PreparedRun]:
+    """A run of 20 rows, and the file that has them."""
+    make_tiny(folder / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789=")
+    data = folder / "data.jsonl"
     write(data, 20)
     values: dict[str, Any] = {
-        "recipe": "sft", "name": "x", "folder": str(tmp_path), "steps": 4, "batch_size": 4,
-        "model": {"path": str(tmp_path / "model")}, "data": {"path": str(data)}, "cluster": {"device": "cpu"},
+        "recipe": "sft", "name": "x", "folder": str(folder), "steps": 4, "batch_size": 4,
+        "model": {"path": str(folder / "model")}, "data": {"path": str(data)}, "cluster": {"device": "cpu"},
     }  # fmt: skip
-    config = check_config(values, "test")
-    fresh = prepare_run(config, None)
+    return data, prepare_run(check_config(values, "test"), None)
+
+
+def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> None:
+    data, fresh = prepared(tmp_path)
     assert fresh.rows == 20
-    with Ledger.create(fresh.folder, config.model_dump(mode="json")) as ledger:
+    with Ledger.create(fresh.folder, fresh.config.model_dump(mode="json")) as ledger:
         ledger.record_event(START_EVENT, rows=fresh.rows)
     assert prepare_run(None, fresh.folder).rows == 20
     for rows in (19, 21):
@@ -53,18 +55,8 @@ def test_a_run_is_not_resumed_with_another_number_of_rows(tmp_path: Path) -> Non
 
 
 def test_a_run_is_not_resumed_with_other_rows(tmp_path: Path) -> None:
-    make_tiny(
-        tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
-    )
-    data = tmp_path / "data.jsonl"
-    write(data, 20)
-    values: dict[str, Any] = {
-        "recipe": "sft", "name": "x", "folder": str(tmp_path), "steps": 4, "batch_size": 4,
-        "model": {"path": str(tmp_path / "model")}, "data": {"path": str(data)}, "cluster": {"device": "cpu"},
-    }  # fmt: skip
-    config = check_config(values, "test")
-    fresh = prepare_run(config, None)
-    with Ledger.create(fresh.folder, config.model_dump(mode="json")) as ledger:
+    data, fresh = prepared(tmp_path)
+    with Ledger.create(fresh.folder, fresh.config.model_dump(mode="json")) as ledger:
         ledger.record_event(START_EVENT, rows=20, row_counts=[20])  # of an earlier version
         ledger.record_event(START_EVENT, rows=20, row_counts=[20], row_digests=fresh.row_digests)
         ledger.record_event(START_EVENT, rows=20, row_counts=[20], row_digests=["of no resumed run"])
