@@ -38,7 +38,7 @@ MEASURED = 12
 
 
 @contextmanager
-def slowed(run: Path, name: str, share: float, period_s: float = PERIOD_S) -> Iterator[None]:
+def slowed(run: Path, name: str, share: float) -> Iterator[None]:
     """Lets a process of a run work for a share of the time only."""
     ended = threading.Event()
 
@@ -53,11 +53,11 @@ def slowed(run: Path, name: str, share: float, period_s: float = PERIOD_S) -> It
                 continue
             try:
                 os.kill(pid, signal.SIGSTOP)
-                time.sleep(period_s * (1 - share))
+                time.sleep(PERIOD_S * (1 - share))
                 os.kill(pid, signal.SIGCONT)
             except ProcessLookupError:
                 return
-            time.sleep(period_s * share)
+            time.sleep(PERIOD_S * share)
 
     thread = threading.Thread(target=stop_and_go, daemon=True)
     if share < 1:
