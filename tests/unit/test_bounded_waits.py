@@ -189,7 +189,7 @@ def _annotated(node: ast.expr) -> ast.expr | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         try:
             return _annotated(ast.parse(node.value, mode="eval").body)
-        except SyntaxError:
+        except (SyntaxError, ValueError):  # early versions of 3.11 raise it for null bytes
             return None
     if isinstance(node, ast.BinOp):
         return _annotated(node.left)
