@@ -48,10 +48,10 @@ def lockstep(*arguments: str, columns: int = 250) -> str:
 
 
 def top_with(reason: str, run: Path) -> str:
-    """The table of `lockstep top` once it shows a wait with this reason: a scorer may reach the gate before the
-    controller has begun to wait for it."""
+    """The output of `lockstep top` once the controller's row shows a wait with this reason: a scorer may reach the gate
+    before the controller has begun to wait for it, and the line below the table is looked at after the rows."""
     deadline = time.monotonic() + BOUND_S
-    while reason not in (table := lockstep("top", str(run), "--once")):
+    while not re.search(rf"^controller .*{reason}", table := lockstep("top", str(run), "--once"), re.MULTILINE):
         assert time.monotonic() < deadline, f"no process waits for {reason}:\n{table}"
     return table
 
