@@ -236,6 +236,21 @@ def stuck(rank: int, job: Job) -> Any:
     return None
 
 
+def frozen_in_background(rank: int, job: Job) -> Any:
+    """Rank 1 holds the interpreter lock as soon as a collective in the background is over, which the recorder's thread
+    cannot see any more; rank 0 waits for it in the next collective of another communicator."""
+    job.init(rank)
+    second = dist.new_group(group_desc="second")
+    parts = [torch.zeros(4), torch.zeros(4)]
+    for _ in range(2):
+        settle(job)
+        dist.all_gather(parts, torch.ones(4), group=second, async_op=True).wait()
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(int(BOUND_S))
+    settle(job)
+    dist.all_reduce(torch.ones(4))
+
+
 def waits_on_work(rank: int, job: Job) -> Any:
     """Like `stuck`, in `Work.wait` of an asynchronous collective."""
     job.init(rank)

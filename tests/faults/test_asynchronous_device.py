@@ -7,7 +7,7 @@ import pytest
 from benchmarks.faults.emulated_nccl import NAME, SPIN_VARIABLE
 from lockstep.watch.attach import run_observer
 from lockstep.watch.diagnosis.verdict import StallThresholds, VerdictKind, VerdictLevel
-from tests.faults import device_ranks
+from tests.faults import device_ranks, recorded_ranks
 from tests.faults.live_diagnosis import LiveDiagnosis, ranks_of
 from tests.faults.ranks import BACKENDS, RUN, ranks
 
@@ -45,6 +45,17 @@ def test_a_kernel_that_hangs_before_a_collective_is_named(tmp_path):
         found = LiveDiagnosis().until(lambda verdict: verdict.level is VerdictLevel.CONFIRMED)
         assert (found.kind, ranks_of(found)) == (VerdictKind.DEVICE_LAG, [1])
         assert "has not started" in found.explanation
+
+
+def test_a_rank_that_froze_after_a_collective_in_the_background_is_absent(tmp_path):
+    """Its beacon shows that collective as unfinished for ever, because it holds the lock that counting needs."""
+    with ranks(tmp_path, recorded_ranks.frozen_in_background) as both:
+        both.until_inside(0, "all_reduce")
+        frozen = both.communicators(1)["second"]
+        assert (frozen.entered, frozen.completed, both.communicators(0)["second"].completed) == (2, 1, 2)
+        found = LiveDiagnosis().until(lambda verdict: verdict.level is VerdictLevel.CONFIRMED)
+        assert (found.kind, ranks_of(found)) == (VerdictKind.ABSENT, [1])
+        assert "has not entered all_reduce #1 on 'default_pg'" in found.explanation
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -44,7 +44,7 @@ CALLS_REPORTED = 8
 
 SILENT_S = 1.0
 """If the recorder's thread of a process has been silent for this long, ten times its interval, the counts that only it
-writes may be outdated: the interpreter lock is held, and the device of the process has completed more meanwhile."""
+writes may be outdated: the interpreter lock is held, and what runs in the background has ended meanwhile."""
 
 
 @dataclass
@@ -191,9 +191,13 @@ def _is_silent(process: ProcessState, now: int) -> bool:
 def _pack_membership(record: CommunicatorRecord, now: int, silent: bool) -> bytes:
     outdated = silent and record.on_device
     completed, started = (UNKNOWN, UNKNOWN) if outdated else (record.completed, record.started)
+    blocked = record.blocked
+    if silent and blocked is None and not record.on_device:
+        # Who waits for an operation in the background releases the lock, so that the recorder's thread would run.
+        blocked = False
     return pack_member(
         record.entered, completed, _age_s(record.entered_ns, now), _age_s(record.completed_ns, now),
-        record.blocked, record.blind, started, _age_s(record.pending_ns, now), record.on_device,
+        blocked, record.blind, started, _age_s(record.pending_ns, now), record.on_device,
     )  # fmt: skip
 
 

@@ -75,10 +75,11 @@ def test_a_wait_is_reported_with_its_age(run: str) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_counts_of_a_device_are_unknown_while_the_recorder_is_silent(
+def test_what_runs_in_the_background_is_unknown_while_the_recorder_is_silent(
     run: str, monkeypatch: pytest.MonkeyPatch, on_device: bool
 ) -> None:
-    """A process that holds the interpreter lock cannot record what its device completes."""
+    """A process that holds the interpreter lock cannot record what its device completes, and does not wait for what
+    gloo completes."""
     rings = current_beacon().call_rings()
     assert rings is not None
     slot = rings.open_slot(7, 1, "0", "fsdp", "nccl" if on_device else "gloo", 2, 0, on_device=on_device)
@@ -90,8 +91,9 @@ def test_counts_of_a_device_are_unknown_while_the_recorder_is_silent(
         monitor = ProcessMonitor(run)
         monitor.sample({})
         _, state = ReportBuilder("here").build(monitor)
-        entered, completed, started, *_ = MEMBER_RECORD.unpack(state.members)
+        entered, completed, started, _, _, _, blocked, _ = MEMBER_RECORD.unpack(state.members)
         assert (entered, completed, started) == ((12, -1, -1) if outdated else (12, 11, 12))
+        assert blocked == (-1 if on_device or silent_s else 0)
 
 
 @pytest.mark.parametrize(
