@@ -190,12 +190,15 @@ class CommunicatorTotals:
             bool(values["on_device"]), int(values["unmatched"]),
         )  # fmt: skip
         for each in values["operations"]:
-            numbers = [int(each[name]) for name in _NUMBERS]
             size = None if each["size"] is None else int(each["size"])
+            numbers = {of: int(each[name]) for name, of in _NUMBERS.items()}
             made.operations[str(each["operation"]), size] = _Operation(
-                *numbers, TimeHistogram(each["spread"]), TimeHistogram(each["moving"])
+                **numbers, spread=TimeHistogram(each["spread"]), moving=TimeHistogram(each["moving"])
             )
-        ranks = [_Rank(*map(int, numbers), TimeHistogram(late)) for *numbers, late in values["ranks"]]
+        ranks = [
+            _Rank(int(last), int(caused), int(waited), TimeHistogram(late))
+            for last, caused, waited, late in values["ranks"]
+        ]
         if len(ranks) != len(made.processes):
             raise ValueError(f"{len(ranks)} ranks of {len(made.processes)} processes")
         made.ranks = ranks
@@ -206,8 +209,11 @@ class CommunicatorTotals:
         return made
 
 
-_NUMBERS = ("calls", "sampled", "bytes", "waiting_ns", "moving_ns", "moving_calls", "bus_bytes", "bus_ns")
-"""Of an operation, in the order of `_Operation`."""
+_NUMBERS = {
+    "calls": "calls", "sampled": "sampled", "bytes": "nbytes", "waiting_ns": "waiting_ns", "moving_ns": "moving_ns",
+    "moving_calls": "moving_calls", "bus_bytes": "bus_bytes", "bus_ns": "bus_ns",
+}  # fmt: skip
+"""The numbers of an operation in the file, and in `_Operation`."""
 
 
 @dataclass(slots=True)
