@@ -247,6 +247,11 @@ class _Live:
     """By rank."""
 
 
+def _are_all(ranks: Mapping[int, Any], size: int) -> bool:
+    """Whether these are all ranks. Members that differ in who is one may have as many of others."""
+    return len(ranks) == size and all(rank in ranks for rank in range(size))
+
+
 class ArrivalTotals:
     """The totals of a job, and the file that holds them; None writes none. A file of the same run is continued."""
 
@@ -294,12 +299,12 @@ class ArrivalTotals:
         live.processes[rank] = process
         entries = live.pending.setdefault(call, {})
         entries[rank] = entry
-        if len(entries) == size > 1:
+        if size > 1 and _are_all(entries, size):
             del live.pending[call]
             self._join(live, name, backend, size, entries, on_device)
         elif len(live.pending) > max(1, MOST_PENDING * MOST_MEMBERS // max(size, MOST_MEMBERS)):
             live.pending.popitem(last=False)
-            if len(live.processes) == size:
+            if _are_all(live.processes, size):
                 self._of(live, name, backend, size, on_device).unmatched += 1
 
     def write(self, now: float, last: bool = False) -> None:
