@@ -193,9 +193,15 @@ class _TimelineReader:
     def read(self, file: Path) -> None:
         lines = _lines(file)
         header = next(lines, None)
-        if header is None or header.lockstep_timeline != FORMAT:
+        found = None if header is None else header.lockstep_timeline
+        if header is None or found is None:
             raise ValueError(
                 f"{file} is no capture of a timeline: give a run's folder, or a file of its folder timeline"
+            )
+        if found != FORMAT:
+            raise ValueError(
+                f"{file} has format {found} of timelines, and this version of Lockstep reads {FORMAT}: use the one "
+                "that captured it, or move the file away"
             )
         to_wall = int(header.wall * 1e9) - header.at_ns
         answers = list[_Line]()

@@ -168,6 +168,8 @@ def test_a_capture_that_was_cut_or_damaged_is_read_as_far_as_possible(tmp_path: 
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ValueError, match=r"other\.jsonl is no capture"):
         read_timeline([tmp_path / "other.jsonl"])
+    with pytest.raises(ValueError, match=r"1\.jsonl has format 1 of timelines, and this version of Lockstep reads 2"):
+        read_timeline([written(tmp_path, HEADER | {"lockstep_timeline": 1}, END)])
 
 
 def test_hostile_text_and_times_make_a_valid_trace(tmp_path: Path) -> None:
