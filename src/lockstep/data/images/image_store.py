@@ -94,8 +94,11 @@ class ImageStore:
 
     def __contains__(self, digest: str) -> bool:
         """Whether a prepared image is there, and is as long as its beginning says: a damaged one is prepared again."""
+        path = self.path(digest)
+        if not path.is_file():  # a pipe would block
+            return False
         try:
-            with safe_open(self.path(digest), framework="numpy"):
+            with safe_open(path, framework="numpy"):
                 return True
         except (OSError, SafetensorError):
             return False
