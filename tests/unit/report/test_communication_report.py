@@ -2,6 +2,7 @@
 
 import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from report_helpers import make_run
 
 from lockstep.ledger.rank_loads import RankLoads
+from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.report.communication.communication_summary import MOST_STEPS, communication_summary
 from lockstep.report.communication.communication_table import communication_view, render_text, report_view
 from lockstep.report.html_report import render_html
@@ -64,6 +66,17 @@ def test_damaged_totals_do_not_prevent_a_report(tmp_path: Path) -> None:
             (ledger.folder / "communication.json").write_text(damaged)
             assert report_view(ledger.folder) is None
             assert "<html" in render_html(ledger)
+
+
+def test_damaged_loads_do_not_prevent_a_report(tmp_path: Path) -> None:
+    with make_run(tmp_path / "run", steps=3) as ledger:
+        write_totals(ledger.folder)
+        ledger.record_rank_loads(1, {"policy": RankLoads([1.0], [1.0], [1.0], [1], [1.0])})
+        with sqlite3.connect(ledger.folder / INDEX_FILE) as index:
+            index.execute("UPDATE loads SET load = '{\"work\": 1}'")
+        index.close()
+        assert report_view(ledger.folder) is None
+        assert "<html" in render_html(ledger)
 
 
 WINDOW = {"began": 0, "ended": 1, "waited_ns": {}, "caused_ns": {}}
