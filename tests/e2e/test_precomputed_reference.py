@@ -1,16 +1,18 @@
 """Runs whose reference log-probabilities are computed once: the same results, kept over kills, and found stale."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ALPHABET, Launched, config, train, weights, write
+from harness import ALPHABET, Launched, config, train, weights, write, write_picture
 from safetensors.numpy import load_file
 from test_recovery import kill_worker, recoveries
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
+from lockstep.models.vision.tiny_vision import make_tiny_vision
 
 pytestmark = [pytest.mark.xdist_group("preference"), pytest.mark.timeout(400)]
 
@@ -26,11 +28,16 @@ def write_pairs(home: Path, count: int, other: str = "0") -> None:
     (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def make_model(home: Path, seed: int) -> None:
+    shutil.rmtree(home / "model", ignore_errors=True)
+    make_tiny(
+        home / "model", hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, max_length=32, alphabet=ALPHABET, seed=seed
+    )
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    make_tiny(
-        tmp_path / "model", hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, max_length=32, alphabet=ALPHABET, seed=5
-    )
+    make_model(tmp_path, seed=5)
     write_pairs(tmp_path, 20)
     return tmp_path
 
@@ -89,6 +96,28 @@ def test_an_adapter_and_labels(home: Path) -> None:
 
 
 @pytest.mark.slow
+def test_images_are_kept_in_their_room(home: Path) -> None:
+    """Those of a chunk are needed until it is computed, and no longer."""
+    make_tiny_vision(home / "vision", family="qwen3_vl", max_length=64)
+    rows = []
+    for n in range(24):
+        write_picture(home / f"{n}.png", seed=n)
+        rows.append({"prompt": "what?", "chosen": f"{n}", "rejected": "no", "image": f"{n}.png"})
+    (home / "pictures.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "model": {"path": str(home / "vision"), "vision": {"store_gb": 1e-5}}, "token_budget": 256,
+        "data": {"path": str(home / "pictures.jsonl")},
+    }  # fmt: skip
+    plain, once = (
+        train(home, settings(home, f"vision-{flag}", batch_size=2, precompute_ref_log_probs=flag, **changes))
+        for flag in (False, True)
+    )
+    assert losses(once) == pytest.approx(losses(plain), rel=1e-6)
+    kept = [len(list((run / "images").rglob("*.safetensors"))) for run in (plain, once)]
+    assert kept == [2, 2], "of 24 prepared images, those of the last step"
+
+
+@pytest.mark.slow
 def test_a_kill_loses_no_chunk_and_changes_nothing(home: Path) -> None:
     write_pairs(home, 600)
     values = settings(home, "whole", precompute_ref_log_probs=True, checkpoint={"every": 1})
@@ -129,25 +158,30 @@ def test_a_rank_that_is_killed_meanwhile_is_restarted_and_nothing_is_lost(home: 
 
 
 @pytest.mark.slow
-def test_changed_data_is_noticed(home: Path) -> None:
-    """Before the first step all is computed again; later that is impossible."""
+def test_changed_data_and_another_model_are_noticed(home: Path) -> None:
+    """Before the first step all is computed again with another model; later that is impossible."""
     values = settings(home, "stale", precompute_ref_log_probs=True, checkpoint={"every": 1})
     run, file = home / "runs/stale", write(home, values)
     launched = Launched.start(run, str(file), hold={"stage": "train", "seconds": 5.0})
     launched.wait_for("train", None)
     launched.kill()
     write_pairs(home, 20, other="1")
+    refused = Launched.resume(run)
+    assert refused.finish() != 0
+    assert "had other rows when" in " ".join(refused.text().split())
+    write_pairs(home, 20)
+    make_model(home, seed=6)
     again = Launched.resume(run, hold={"stage": "train", "seconds": 0.5})
     again.wait_for("train", 2)
     again.kill()
     assert "belong to other data or to another model: computing them again" in again.text()
-    write_pairs(home, 20, other="2")
+    make_model(home, seed=7)
     refused = Launched.resume(run)
     assert refused.finish() != 0
     assert "belong to other data or to another model, and the policy has been trained" in " ".join(
         refused.text().split()
     )
-    write_pairs(home, 20, other="1")
+    make_model(home, seed=6)
     restored = Launched.resume(run)
     assert restored.finish() == 0, restored.text()
     assert losses(run) == losses(train(home, {**values, "name": "fresh"}))

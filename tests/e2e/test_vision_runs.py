@@ -116,6 +116,25 @@ def test_a_run_is_resumed_only_with_the_images_that_it_began_with(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_resumed_run_prepares_damaged_images_again(tmp_path: Path) -> None:
+    """The run ended by them, as its ranks read them."""
+    home = picture_task(tmp_path)
+    values = config(home, "pictures-sft", steps=3, batch_size=4, evaluation=None)
+    whole = train(home, values | {"name": "whole"})
+    run = home / "runs" / "damaged"
+    hold = {"stage": "train", "seconds": 1.0, "at_end": False}
+    launched = Launched.start(run, str(write(home, values | {"name": run.name})), hold=hold)
+    launched.wait_for("train", 1)
+    for path in (run / "images").rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    assert launched.finish() == 1
+    assert "is damaged" in launched.text() and "a resumed run prepares the images again" in launched.text()
+    resumed = Launched.resume(run)
+    assert resumed.finish() == 0, resumed.text()
+    assert weights(run) == weights(whole)
+
+
+@pytest.mark.slow
 def test_a_run_is_resumed_only_with_the_videos_that_it_began_with(tmp_path: Path) -> None:
     home = picture_task(tmp_path)
     clip, other = home / "data" / "clip.gif", home / "data" / "other.gif"

@@ -126,6 +126,11 @@ def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def may_have_secrets(text: str) -> bool:
+    """Whether the text has the parts of a secret's form. Takes a fraction of the time of `redact_text`."""
+    return bool(_possible_kinds(text))
+
+
 def redact_text(text: str, known: Collection[str] = ()) -> str:
     """The text with everything hidden that looks like a secret or is a known one."""
     for value in known:

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_ROWS = 256
 """Samples of a chunk: after an interruption, at most one chunk is computed again."""
+REFERENCE = "reference"
+"""For which images are kept while a chunk is computed."""
 
 
 class PrecomputedReference:
@@ -50,13 +52,15 @@ class PrecomputedReference:
         Raises:
             RunRefused: the chunk is stale or damaged, and the policy is not the reference any more.
         """
-        number, ledger = len(self._bounds), self._run.ledger
+        number, ledger, data = len(self._bounds), self._run.ledger, self._run.roles.data
         rows = self._rows[number * CHUNK_ROWS : (number + 1) * CHUNK_ROWS]
         samples = [self._run.samples.sample(int(row)) for row in rows]
+        data.hold(REFERENCE, samples)
         key, stored = samples_digest(self._model, samples), ledger.reference_key(number)
         if stored != key:
             self._check_untrained(number, stale=stored is not None)
             ledger.record_reference(number, self._compute(key, samples))
+        data.release(REFERENCE)
         self._bounds.append(np.concatenate([[0], np.cumsum(ledger.reference_lengths(number))]))
         done = min((number + 1) * CHUNK_ROWS, len(self._rows))
         current_beacon().progress("samples", done, len(self._rows))
@@ -136,11 +140,13 @@ def model_digest(model: ModelConfig) -> str:
 
 
 def samples_digest(model: str, samples: Sequence[Pair | LabelledCompletion]) -> str:
-    """A digest (hexadecimal) of a model's digest and the tokens of samples."""
+    """A digest (hexadecimal) of a model's digest, and of the tokens and the images of samples."""
     digest = hashlib.sha256(model.encode())
     for sample in samples:
         completions = (sample.chosen, sample.rejected) if isinstance(sample, Pair) else (sample.completion,)
         for tokens in (sample.prompt, *completions):
             digest.update(len(tokens).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(tokens, np.int32).tobytes())
+        for image in sample.images:
+            digest.update(image.digest.encode())
     return digest.hexdigest()

@@ -193,9 +193,15 @@ class _TimelineReader:
     def read(self, file: Path) -> None:
         lines = _lines(file)
         header = next(lines, None)
-        if header is None or header.lockstep_timeline != FORMAT:
+        found = None if header is None else header.lockstep_timeline
+        if header is None or found is None:
             raise ValueError(
                 f"{file} is no capture of a timeline: give a run's folder, or a file of its folder timeline"
+            )
+        if found != FORMAT:
+            raise ValueError(
+                f"{file} has format {found} of timelines, and this version of Lockstep reads {FORMAT}: use the one "
+                "that captured it, or move the file away"
             )
         to_wall = int(header.wall * 1e9) - header.at_ns
         answers = list[_Line]()
@@ -303,24 +309,35 @@ def _add_calls(
         if before is not None:
             if before.slice.unfinished:
                 before.slice.unfinished, before.slice.ended_ns = not ended, (ended + shift) if ended else now
+                before.blocking = _is_blocking(call)
+                before.slice.details |= _outcome(call)
             continue
         operation, issued = call.operation or "unknown operation", call.issued
         details: dict[str, Any] = {"communicator": communicator.name, "call": call.number, "members": communicator.size}
         nbytes = call_bytes(call.operation, call.shapes, call.dtype, call.module)
         shown = {
             "bytes": nbytes, "shapes": call.shapes, "dtype": call.dtype, "call site": call.site, "stage": call.stage,
-            "module": call.module, "peer": call.peer, "asynchronous": call.asynchronous or None,
-            "failed": call.failed or None, "refused": call.refused or None,
+            "module": call.module, "peer": call.peer,
         }  # fmt: skip
-        details |= {key: value for key, value in shown.items() if value not in (None, "")}
+        details |= {key: value for key, value in shown.items() if value not in (None, "")} | _outcome(call)
         track = f"collectives of {communicator.name}"
         made = TimelineSlice(track, operation, began + shift, ended + shift if ended else now, details, not ended)
         repeat = known.repeats.get((communicator.id, -1 if call.p2p else issued), 0)
         known.repeats[communicator.id, -1 if call.p2p else issued] = repeat + 1
         known.calls[communicator.id, call.number, began] = TimelineCall(
-            made, (communicator.id, issued, repeat), call.operation, communicator.size, nbytes,
-            bool(ended) and not (call.asynchronous or call.failed or call.refused), call.p2p,
+            made, (communicator.id, issued, repeat), call.operation, communicator.size, nbytes, _is_blocking(call),
+            call.p2p,
         )  # fmt: skip
+
+
+def _is_blocking(call: CallRecord) -> bool:
+    return bool(call.left_ns) and not (call.asynchronous or call.failed or call.refused)
+
+
+def _outcome(call: CallRecord) -> dict[str, bool]:
+    """What is known of a call once it has returned."""
+    found = {"asynchronous": call.asynchronous, "failed": call.failed, "refused": call.refused}
+    return {name: value for name, value in found.items() if value}
 
 
 def _device_figures(devices: dict[str, Any]) -> Iterator[tuple[str, float]]:

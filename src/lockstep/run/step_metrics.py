@@ -19,6 +19,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     lengths = np.array([completion.generated for completion in completions], dtype=np.float64)
     prompts = np.array([len(group.prompt.tokens) for group in rollouts.groups], dtype=np.float64)
     truncated = np.mean([completion.finish == "length" for completion in completions])
+    logprobs = np.concatenate([each.own(each.logprobs) for each in completions])
     staleness = rollouts.step - np.concatenate([each.own(each.versions) for each in completions]).astype(np.float64)
     return {
         **reward_metrics(rollouts),
@@ -29,7 +30,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         "rollout/truncated": float(truncated),
         "rollout/staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
         "rollout/staleness_max": float(staleness.max(initial=0.0)),
-        "rollout/logprob_mean": float(np.concatenate([each.own(each.logprobs) for each in completions]).mean()),
+        **({"rollout/logprob_mean": float(logprobs.mean())} if logprobs.size else {}),
         "rollout/tokens": float(lengths.sum()),
     }
 

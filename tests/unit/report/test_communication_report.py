@@ -1,13 +1,17 @@
 """The communication of a run in its report and on the terminal."""
 
 import json
+import os
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from report_helpers import make_run
 
 from lockstep.ledger.rank_loads import RankLoads
+from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.report.communication.communication_summary import MOST_STEPS, communication_summary
 from lockstep.report.communication.communication_table import communication_view, render_text, report_view
 from lockstep.report.html_report import render_html
@@ -62,6 +66,54 @@ def test_damaged_totals_do_not_prevent_a_report(tmp_path: Path) -> None:
             (ledger.folder / "communication.json").write_text(damaged)
             assert report_view(ledger.folder) is None
             assert "<html" in render_html(ledger)
+
+
+def test_damaged_loads_do_not_prevent_a_report(tmp_path: Path) -> None:
+    with make_run(tmp_path / "run", steps=3) as ledger:
+        write_totals(ledger.folder)
+        ledger.record_rank_loads(1, {"policy": RankLoads([1.0], [1.0], [1.0], [1], [1.0])})
+        with sqlite3.connect(ledger.folder / INDEX_FILE) as index:
+            index.execute("UPDATE loads SET load = '{\"work\": 1}'")
+        index.close()
+        assert report_view(ledger.folder) is None
+        assert "<html" in render_html(ledger)
+
+
+WINDOW = {"began": 0, "ended": 1, "waited_ns": {}, "caused_ns": {}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"windows": [WINDOW | {"waited_ns": [1]}]},
+        {"windows": [WINDOW | {"caused_ns": {"policy-0": "much"}}]},
+        {"operations": {"spread": [1]}},
+        {"operations": {"calls": "many"}},
+        {"pairs": [[0, 7, 1, 1, {}]]},
+        {"ranks": [[1, 1, 1, [3]], [1, 1, 1, {}]]},
+    ],
+)
+def test_totals_of_other_types_are_damaged(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A report leaves them out, and a supervisor writes them anew."""
+    path = tmp_path / "communication.json"
+    write_totals(tmp_path)
+    values = json.loads(path.read_text())
+    values |= {name: each for name, each in change.items() if name in values}
+    communicator = values["communicators"][0]
+    communicator["operations"][0] |= change.get("operations", {})
+    communicator |= {name: each for name, each in change.items() if name in ("pairs", "ranks")}
+    path.write_text(json.dumps(values))
+    assert report_view(tmp_path) is None
+    assert ArrivalTotals(path, "r").to_json()["communicators"] == []
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["communication.json", "check.json", "devices.json"])
+def test_a_pipe_is_no_file_of_a_run(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    summary = communication_summary(tmp_path)
+    assert (summary["source"], summary["communicators"], summary["devices"]) == (None, [], [])
+    assert ArrivalTotals(tmp_path / "communication.json", "r").to_json()["communicators"] == []
 
 
 def test_bandwidth_is_compared_with_that_of_the_check(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.report.timeline_capture_reader import capture_files, has_ended, read_timeline
 from lockstep.report.timeline_trace import build_trace, write_trace
-from lockstep.watch.beacon.beacon_records import CALL_STRUCT, FLAG_ASYNC, SEPARATOR
+from lockstep.watch.beacon.beacon_records import CALL_STRUCT, FLAG_ASYNC, FLAG_FAILED, SEPARATOR
 from lockstep.watch.beacon.span_ring import SpanKind
 from lockstep.watch.communication.call_sizes import bus_bytes, tensor_bytes
 
@@ -102,6 +102,19 @@ def test_a_call_that_returns_later_is_one_slice(tmp_path: Path) -> None:
     assert (still["dur"], still["args"]["unfinished"]) == (10_000.0, True)
 
 
+@pytest.mark.parametrize("flags", [0, FLAG_FAILED])
+def test_a_call_that_was_read_while_it_waited_is_measured_when_it_has_returned(tmp_path: Path, flags: int) -> None:
+    """The longest waits are always read before they end."""
+    read = [
+        answer("a", process(0, [call(1, 10 * MS, 0)]), now=20 * MS),
+        answer("a", process(0, [call(1, 10 * MS, 32 * MS, flags)]), process(1, [call(1, 30 * MS, 32 * MS)])),
+    ]
+    first, second = sorted(slices(trace_of(written(tmp_path, HEADER, *read)), "collectives"), key=lambda s: s["ts"])
+    assert first["args"].get("failed") == (True if flags else None)
+    assert first["args"].get("waited for the last member (us)") == (None if flags else 20_000.0)
+    assert second["args"].get("bus bandwidth (GB/s)") == (None if flags else 0.5)
+
+
 def test_overlapping_requests_get_rows_of_their_own(tmp_path: Path) -> None:
     spans = [[SpanKind.REQUEST, f"r{n}", n * MS, (n + 3) * MS, 7, ""] for n in range(1, 7)]
     trace = trace_of(written(tmp_path, HEADER, answer("a", process(0, spans=spans))))
@@ -155,6 +168,8 @@ def test_a_capture_that_was_cut_or_damaged_is_read_as_far_as_possible(tmp_path: 
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(ValueError, match=r"other\.jsonl is no capture"):
         read_timeline([tmp_path / "other.jsonl"])
+    with pytest.raises(ValueError, match=r"1\.jsonl has format 1 of timelines, and this version of Lockstep reads 2"):
+        read_timeline([written(tmp_path, HEADER | {"lockstep_timeline": 1}, END)])
 
 
 def test_hostile_text_and_times_make_a_valid_trace(tmp_path: Path) -> None:

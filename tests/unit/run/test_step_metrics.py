@@ -34,3 +34,13 @@ def test_tokens_of_an_environment_are_not_counted() -> None:
     assert found["rollout/tokens"] == 6 and found["rollout/length_max"] == 3
     assert found["rollout/staleness_mean"] == 1
     assert found["rollout/logprob_mean"] == pytest.approx(-0.5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_in_which_no_model_wrote_has_finite_metrics() -> None:
+    """No environment could be started, say."""
+    nothing = np.zeros(0, np.float32)
+    each = Completion("r", nothing.astype(np.int32), nothing, nothing.astype(np.int32), "abort", "", nothing > 0)
+    prompt = Prompt("0:0", 0, np.arange(3, dtype=np.int32), "")
+    found = rollout_metrics(Rollouts(3, 3, [Group(prompt, [each, each], np.zeros(2, np.float32))]))
+    assert np.isfinite(list(found.values())).all() and found["rollout/tokens"] == 0

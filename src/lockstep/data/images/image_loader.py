@@ -164,12 +164,17 @@ class ImageLoader:
                 raise rows.data_error(row, bad) from bad
             for path in {str(image.file): None for image in found if image.file is not None}:
                 by_path.setdefault(path, []).append(row)
-        started = [self._threads.submit(self._recorded.add, path, own) for path, own in by_path.items()]
-        for own, each in zip(by_path.values(), started, strict=True):
-            try:
-                _result(each, started, "recording images")
-            except UnusableImage as bad:
-                raise rows.data_error(own[0], bad) from bad
+        files = list(by_path.items())
+        for begin in range(0, len(files), MEASURED_ROWS):  # a future takes more memory than what is recorded
+            chosen = files[begin : begin + MEASURED_ROWS]
+            started = [self._threads.submit(self._recorded.add, path, own) for path, own in chosen]
+            for (_, own), each in zip(chosen, started, strict=True):
+                try:
+                    _result(each, started, "recording images")
+                except UnusableImage as bad:
+                    raise rows.data_error(own[0], bad) from bad
+            if begin and begin % (100 * MEASURED_ROWS) == 0:
+                logger.info("%s: %d of %d image files recorded", rows.path, begin, len(files))
 
     def _problem(self, values: Sequence[Any]) -> UnusableImage | None:
         try:

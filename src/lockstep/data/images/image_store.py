@@ -93,7 +93,15 @@ class ImageStore:
         return self.path(digest).with_suffix(".original")
 
     def __contains__(self, digest: str) -> bool:
-        return self.path(digest).is_file()
+        """Whether a prepared image is there, and is as long as its beginning says: a damaged one is prepared again."""
+        path = self.path(digest)
+        if not path.is_file():  # a pipe would block
+            return False
+        try:
+            with safe_open(path, framework="numpy"):
+                return True
+        except (OSError, SafetensorError):
+            return False
 
     def is_kept(self, digest: str, source: str) -> bool:
         """Whether the prepared image is there, and its original, if that is its source."""
@@ -102,12 +110,11 @@ class ImageStore:
 
     def write(self, image: PreparedImage) -> None:
         """Writes an image, unless it is there. Other processes and threads see the whole file or none."""
-        path = self.path(image.digest)
-        if path.is_file():
+        if image.digest in self:
             return
         about = {"features": image.features, "size": image.size, "resized": image.resized}
         arrays = {name: np.ascontiguousarray(values) for name, values in image.inputs.items()}
-        self._write_whole(path, save(arrays, {"image": json.dumps(about)}))
+        self._write_whole(self.path(image.digest), save(arrays, {"image": json.dumps(about)}))
 
     def write_original(self, digest: str, content: bytes) -> None:
         """Writes the content of an image's file to `original_path`, as `write` does it."""

@@ -34,7 +34,7 @@ from lockstep.base.json_text import read_json
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.rank_loads import FALSE_REMARKS, REMARK_STEPS, RankLoadRow, relative_paces, slow_ranks
 from lockstep.ledger.run_folder import INDEX_FILE
-from lockstep.report.device_rows import DEVICES_FILE
+from lockstep.report.device_rows import device_totals
 from lockstep.watch.communication.arrival_totals import COMMUNICATION_FILE, FORMAT, CommunicatorTotals
 from lockstep.watch.communication.time_histogram import TimeHistogram
 
@@ -55,7 +55,7 @@ def communication_summary(folder: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     path = folder / COMMUNICATION_FILE if folder.is_dir() else folder
-    totals = _read_totals(path) if path.exists() or not folder.is_dir() else None
+    totals = _read_totals(path) if path.is_file() or not folder.is_dir() else None  # a pipe would block
     communicators = [CommunicatorTotals.parse(each) for each in totals["communicators"]] if totals else []
     checked = _checked_bandwidth(folder / CHECK_FILE)
     windows = [_window(each) for each in totals["windows"]] if totals else []
@@ -68,7 +68,7 @@ def communication_summary(folder: Path) -> dict[str, Any]:
         "windows": windows,
         "loads": [_load(each) for each in _thinned(rows)],
         "ranks": _rank_totals(rows),
-        "devices": _devices(folder / DEVICES_FILE),
+        "devices": device_totals(folder),
         "remarks": [str(each) for each in slow_ranks(rows)] + _late_processes(windows),
     }
 
@@ -138,6 +138,8 @@ def _checked_bandwidth(path: Path) -> dict[tuple[str, int], tuple[float, int]]:
     """The bus bandwidth in GB/s that `lockstep check` measured, and with how many bytes, by operation and number of
     members."""
     found: dict[tuple[str, int], tuple[float, int]] = {}
+    if not path.is_file():  # a pipe would block
+        return found
     try:
         for finding in read_json(path)["findings"]:
             measured = finding.get("measured") or {}
@@ -163,8 +165,8 @@ def _matrix(communicators: Sequence[CommunicatorTotals]) -> dict[str, Any] | Non
 def _window(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "began": values["began"], "ended": values["ended"],
-        "waited_s": {name: ns / 1e9 for name, ns in values["waited_ns"].items()},
-        "caused_s": {name: ns / 1e9 for name, ns in values["caused_ns"].items()},
+        "waited_s": {name: ns / 1e9 for name, ns in dict(values["waited_ns"]).items()},
+        "caused_s": {name: ns / 1e9 for name, ns in dict(values["caused_ns"]).items()},
     }  # fmt: skip
 
 
@@ -245,10 +247,3 @@ def _rank_totals(rows: Sequence[RankLoadRow]) -> list[dict[str, Any]]:
                 "pace": math.exp(statistics.median(step[rank] for step in paces)) if paces else None,
             })  # fmt: skip
     return found
-
-
-def _devices(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [dict(each) for each in read_json(path)]
-    except (OSError, ValueError, TypeError):
-        return []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.text import count_noun
+from lockstep.ledger.errors import LedgerError
 from lockstep.report.communication.communication_summary import communication_summary
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def report_view(folder: Path) -> CommunicationView | None:
     not fail by them."""
     try:
         return communication_view(communication_summary(folder))
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (LedgerError, OSError, ValueError, LookupError, TypeError) as error:
         log.warning("the report leaves out the communication: %r", error)
         return None
 

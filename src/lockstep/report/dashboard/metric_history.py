@@ -29,8 +29,8 @@ class MetricHistory:
 
     @property
     def size(self) -> int:
-        """Bytes of all columns."""
-        return sum(16 * len(column.steps) for column in self._columns.values())
+        """Bytes of all columns. Any thread may ask, also while another one adds values."""
+        return sum(16 * len(column.steps) for column in list(self._columns.values()))
 
     @property
     def names(self) -> list[str]:

@@ -67,7 +67,8 @@ class TimelineFollower:
     def _process(self, beacon: OpenedBeacon, copies: list[str]) -> dict[str, Any]:
         state = beacon.state
         known, identity = self._processes.get(state.path), (state.pid, state.start_ticks)
-        if known is None or known.identity != identity:  # the first read of a process
+        is_new = known is None or known.identity != identity
+        if known is None or is_new:
             known = self._processes[state.path] = _FollowedProcess(identity)
             known.spans = max(0, beacon.spans_written - self._newest)
         spans = beacon.spans(known.spans)
@@ -75,7 +76,7 @@ class TimelineFollower:
         known.spans = beacon.spans_written
         communicators, texts, left = list[dict[str, Any]](), dict[int, str](), MAX_CALLS
         for each in state.communicators:
-            data, missed = self._calls(beacon, each, known, left)
+            data, missed = self._calls(beacon, each, known, left, is_new)
             left, lost = left - len(data) // CALL_BYTES, lost + missed
             if data:
                 texts |= {number: _text(beacon, known, number) for number in text_numbers(data)}
@@ -91,12 +92,14 @@ class TimelineFollower:
         }  # fmt: skip
 
     def _calls(
-        self, beacon: OpenedBeacon, communicator: CommunicatorRecord, known: _FollowedProcess, most: int
+        self, beacon: OpenedBeacon, communicator: CommunicatorRecord, known: _FollowedProcess, most: int, is_new: bool
     ) -> tuple[bytes, int]:
-        """Copies of the calls to return, and how many were missed."""
+        """Copies of the calls to return, and how many were missed. Of what was called before the first read of the
+        process, only the newest calls are returned."""
         key = communicator.slot, communicator.identity
         written = beacon.calls_written(communicator.slot)
-        before, unreturned = known.calls.get(key, max(0, written - self._newest)), known.unreturned.get(key, set())
+        before = known.calls.get(key, max(0, written - self._newest) if is_new else 0)
+        unreturned = known.unreturned.get(key, set())
         if written == before and not unreturned:
             return b"", 0
         newest = written - min([before, *(number - 1 for number in unreturned)])
@@ -108,7 +111,7 @@ class TimelineFollower:
         again = [at for at in range(old) if first + at + 1 in unreturned - inside]
         data = b"".join(data[at * CALL_BYTES : (at + 1) * CALL_BYTES] for at in again) + data[old * CALL_BYTES :]
         excess = max(0, len(data) // CALL_BYTES - most)
-        missed = max(0, written - before - CALLS_PER_RING) if key in known.calls else 0
+        missed = 0 if is_new else max(0, written - before - CALLS_PER_RING)
         known.calls[key], known.unreturned[key] = written, inside
         return data[excess * CALL_BYTES :], missed + excess
 

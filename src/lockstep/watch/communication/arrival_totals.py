@@ -190,18 +190,30 @@ class CommunicatorTotals:
             bool(values["on_device"]), int(values["unmatched"]),
         )  # fmt: skip
         for each in values["operations"]:
-            made.operations[each["operation"], each["size"]] = _Operation(
-                each["calls"], each["sampled"], each["bytes"], each["waiting_ns"], each["moving_ns"],
-                each["moving_calls"], each["bus_bytes"], each["bus_ns"],
-                TimeHistogram(each["spread"]), TimeHistogram(each["moving"]),
-            )  # fmt: skip
-        ranks = [_Rank(last, caused, waited, TimeHistogram(late)) for last, caused, waited, late in values["ranks"]]
+            size = None if each["size"] is None else int(each["size"])
+            numbers = {of: int(each[name]) for name, of in _NUMBERS.items()}
+            made.operations[str(each["operation"]), size] = _Operation(
+                **numbers, spread=TimeHistogram(each["spread"]), moving=TimeHistogram(each["moving"])
+            )
+        ranks = [
+            _Rank(int(last), int(caused), int(waited), TimeHistogram(late))
+            for last, caused, waited, late in values["ranks"]
+        ]
         if len(ranks) != len(made.processes):
             raise ValueError(f"{len(ranks)} ranks of {len(made.processes)} processes")
         made.ranks = ranks
         for late, rank, calls, ns, waits in values["pairs"]:
-            made.pairs[late, rank] = _Pair(calls, ns, TimeHistogram(waits))
+            made.pairs[int(late), int(rank)] = _Pair(int(calls), int(ns), TimeHistogram(waits))
+        if not all(0 <= rank < len(ranks) for pair in made.pairs for rank in pair):
+            raise ValueError(f"pairs have other ranks than {len(ranks)}")
         return made
+
+
+_NUMBERS = {
+    "calls": "calls", "sampled": "sampled", "bytes": "nbytes", "waiting_ns": "waiting_ns", "moving_ns": "moving_ns",
+    "moving_calls": "moving_calls", "bus_bytes": "bus_bytes", "bus_ns": "bus_ns",
+}  # fmt: skip
+"""The numbers of an operation in the file, and in `_Operation`."""
 
 
 @dataclass(slots=True)
@@ -210,6 +222,13 @@ class _Window:
     ended: float
     waited_ns: dict[str, int] = field(default_factory=dict)
     caused_ns: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def parse(values: Mapping[str, Any]) -> "_Window":
+        waited, caused = (
+            {str(name): int(ns) for name, ns in dict(values[of]).items()} for of in ("waited_ns", "caused_ns")
+        )
+        return _Window(float(values["began"]), float(values["ended"]), waited, caused)
 
     def merge(self, other: "_Window") -> None:
         self.ended = other.ended
@@ -226,6 +245,11 @@ class _Live:
     """By incarnation and number of the call: the entries of ranks."""
     processes: dict[int, str] = field(default_factory=dict)
     """By rank."""
+
+
+def _are_all(ranks: Mapping[int, Any], size: int) -> bool:
+    """Whether these are all ranks. Members that differ in who is one may have as many of others."""
+    return len(ranks) == size and all(rank in ranks for rank in range(size))
 
 
 class ArrivalTotals:
@@ -275,12 +299,12 @@ class ArrivalTotals:
         live.processes[rank] = process
         entries = live.pending.setdefault(call, {})
         entries[rank] = entry
-        if len(entries) == size > 1:
+        if size > 1 and _are_all(entries, size):
             del live.pending[call]
             self._join(live, name, backend, size, entries, on_device)
         elif len(live.pending) > max(1, MOST_PENDING * MOST_MEMBERS // max(size, MOST_MEMBERS)):
             live.pending.popitem(last=False)
-            if len(live.processes) == size:
+            if _are_all(live.processes, size):
                 self._of(live, name, backend, size, on_device).unmatched += 1
 
     def write(self, now: float, last: bool = False) -> None:
@@ -356,7 +380,7 @@ class ArrivalTotals:
 
     def _read(self) -> None:
         """Continues the file of an earlier attempt of the same run."""
-        if self._path is None:
+        if self._path is None or not self._path.is_file():  # a pipe would block
             return
         try:
             values = read_json(self._path)
@@ -365,10 +389,8 @@ class ArrivalTotals:
             for each in values["communicators"]:
                 made = CommunicatorTotals.parse(each)
                 self._totals[made.name, made.processes] = made
-            self._windows = [_Window(**each) for each in values["windows"]]
+            self._windows = [_Window.parse(each) for each in values["windows"]]
             self._left_out = int(values.get("left_out", 0))
-        except FileNotFoundError:
-            return
         except (OSError, KeyError, TypeError, ValueError) as error:
             log.warning("%s cannot be continued, and is written anew: %r", self._path, error)
             self._totals, self._windows = OrderedDict(), []

@@ -23,7 +23,7 @@ class TimeHistogram:
     __slots__ = ("counts",)
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        self.counts: dict[int, int] = {int(bucket): int(count) for bucket, count in (counts or {}).items()}
+        self.counts: dict[int, int] = {int(bucket): int(count) for bucket, count in dict(counts or {}).items()}
 
     def add(self, ns: int, times: int = 1) -> None:
         """Adds a duration; less than a nanosecond counts as one."""

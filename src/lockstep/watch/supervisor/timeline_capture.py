@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from lockstep.base.folders import create_file, make_folder, open_own_file, run_shm_dir, write_atomically
-from lockstep.base.secrets import redact_text, secret_values
+from lockstep.base.secrets import may_have_secrets, redact, secret_values
 from lockstep.watch.beacon.beacon_records import CALLS_PER_RING, MAX_SPANS
 from lockstep.watch.beacon.call_copies import CALL_BYTES
 from lockstep.watch.beacon.reader import read_beacon
@@ -102,10 +102,13 @@ def header_line(run: str, wall: float, at_ns: int, since_ns: int) -> str:
 
 
 def answer_line(host: str, offset_ns: int, answer: Mapping[str, Any], known: Collection[str]) -> str:
-    """The line of an agent's answer. The copies of calls have no texts, so that nothing in them is redacted."""
-    rest = {name: value for name, value in answer.items() if name != "calls"}
-    text = msgspec.json.encode({"host": host, "offset_ns": offset_ns, **rest}).decode()
-    return f'{redact_text(text, known)[:-1]},"calls":{msgspec.json.encode(answer["calls"]).decode()}}}\n'
+    """The line of an agent's answer. Each text is redacted by itself: a secret may end where a text ends, and in JSON
+    some characters are escaped. The copies of calls have no texts, so that nothing in them is redacted."""
+    rest = {"host": host, "offset_ns": offset_ns, **{name: each for name, each in answer.items() if name != "calls"}}
+    text = msgspec.json.encode(rest).decode()
+    if may_have_secrets(text) or any(msgspec.json.encode(each).decode()[1:-1] in text for each in known):
+        text = msgspec.json.encode(redact(rest, known)).decode()
+    return f'{text[:-1]},"calls":{msgspec.json.encode(answer["calls"]).decode()}}}\n'
 
 
 @dataclass(slots=True)

@@ -40,4 +40,10 @@ def test_nothing_is_written_before_the_store_writes(tmp_path: Path) -> None:
     assert restore_images(prompts, source, store) == (1, set())
     assert kept[1].read_bytes() == contents[1]
     assert restore_images(prompts, source, store) == (0, set())
+
+    prepared = store.path(prompts[0].images[0].digest)
+    for damaged in (b"", prepared.read_bytes()[:-1]):
+        prepared.write_bytes(damaged)
+        assert restore_images(prompts, source, store) == (1, set()), "a damaged file is prepared again"
+        assert store.read(prompts[0].images[0].digest).size == prompts[0].images[0].size
     assert not list((tmp_path / "run").rglob("*.part"))

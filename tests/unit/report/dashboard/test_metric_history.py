@@ -1,6 +1,8 @@
 """Columns of metrics, and curves with few points that keep every spike."""
 
 import math
+import sys
+import threading
 
 import numpy as np
 from hypothesis import given
@@ -52,3 +54,25 @@ def test_a_name_says_its_group_and_unit() -> None:
     }  # fmt: skip
     assert metric_facts("time/train_s")["unit"] == "s"
     assert metric_facts("loss") == {"name": "loss", "group": "other"}
+
+
+def test_the_size_is_known_while_another_thread_adds_metrics() -> None:
+    """A request about one run asks for the sizes of all, of which some are being read for other requests."""
+    history, ended = MetricHistory(), threading.Event()
+
+    def add() -> None:
+        for number in range(60_000):
+            history.add(1, {f"metric/{number}": 1.0})
+        ended.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        adding = threading.Thread(target=add)
+        adding.start()
+        while not ended.is_set():
+            assert history.size >= 0
+        adding.join(10.0)
+    finally:
+        sys.setswitchinterval(before)
+    assert history.size == 16 * 60_000

@@ -79,6 +79,17 @@ def test_what_was_overwritten_is_counted(member):
     assert process["lost"] == 7 + 3
 
 
+def test_a_communicator_that_is_new_is_read_from_its_beginning(member):
+    follower = TimelineFollower(newest=5)
+    read(follower, member)
+    member.reopen()
+    for _ in range(CALLS_PER_RING + 7):
+        member.call()
+    _, process, calls = read(follower, member)
+    assert [call.number for call in calls] == list(range(8, CALLS_PER_RING + 8))
+    assert process["lost"] == 7
+
+
 def test_the_first_read_returns_the_newest_and_counts_no_loss(member):
     for _ in range(CALLS_PER_RING + 7):
         member.call()

@@ -102,6 +102,17 @@ def test_a_later_attempt_of_the_run_continues_the_file(tmp_path: Path) -> None:
     assert ArrivalTotals(path, "other").to_json()["communicators"] == [], "a damaged file is written anew"
 
 
+def test_members_that_differ_in_who_is_one_are_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator has the same key on all its members, also where one was made with other ranks: a mismatch, which
+    the diagnosis reports."""
+    monkeypatch.setattr(arrival_totals, "MOST_PENDING", 1)
+    totals = ArrivalTotals(tmp_path / "communication.json", "r")
+    for call in range(4):
+        for rank, size in ((0, 3), (2, 3), (0, 2)):
+            totals.add("k", "dp", "gloo", size, (0, call), rank, f"rank-{rank}", Entry("h", call, 1, 1, 0, False))
+    assert totals.to_json()["communicators"] == []
+
+
 def test_large_communicators_keep_the_longest_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrival_totals, "MOST_PAIRS", 20)
     random = np.random.default_rng(1)

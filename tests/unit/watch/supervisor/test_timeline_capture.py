@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from lockstep.base.secrets import HIDDEN, redact_text
 from lockstep.watch.beacon.beacon_records import MAX_SPANS
 from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.supervisor import timeline_capture
 from lockstep.watch.supervisor.agent_connections import AgentConnection, ClockOffset
-from lockstep.watch.supervisor.timeline_capture import CaptureRequest, TimelineCaptures, request_capture
+from lockstep.watch.supervisor.timeline_capture import CaptureRequest, TimelineCaptures, answer_line, request_capture
 
 SECRET = "the-run's-token"
 
@@ -144,6 +145,26 @@ def test_the_file_is_bounded_private_and_has_no_secret(agents, captures, tmp_pat
     assert "the file has reached" in lines(file)[-1]["end"] and len(text) < 1_300
     assert SECRET not in text and "policy-1 is absent" in text
     assert file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scores of http://judge/score?api_key=abcdefghijkl",
+        'with pa"ss\\word',
+        "a\nsk-0123456789abcdefghij",
+        "http://a:b",
+    ],
+)
+def test_a_line_with_a_secret_stays_a_line(text: str) -> None:
+    """A secret that ends where a text ends takes nothing else with it, and one that JSON escapes is hidden as well."""
+    process = {"name": "policy-0", "waits": [[text, "MainThread", 3]], "texts": {1: "me@host"}}
+    line = answer_line("a", 5, {"now_ns": 1, "processes": [process], "calls": ["QQ=="]}, ['pa"ss\\word'])
+    found = json.loads(line)
+    assert (found["host"], found["offset_ns"], found["calls"]) == ("a", 5, ["QQ=="])
+    (wait, thread, since), texts = found["processes"][0]["waits"][0], found["processes"][0]["texts"]
+    assert (thread, since, texts) == ("MainThread", 3, {"1": "me@host"})
+    assert wait == redact_text(text, ['pa"ss\\word']) and (HIDDEN in wait) == (text != "http://a:b")
 
 
 def test_the_end_of_the_run_ends_a_capture(agents, captures, tmp_path) -> None:
