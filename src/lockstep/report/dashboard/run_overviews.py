@@ -39,10 +39,12 @@ class RunOverviews:
         self._looks: dict[str, _Look] = {}
         self._known: dict[str, RunOverview] = {}
         """The newest overviews."""
+        self._unreadable: set[str] = set()
+        """The runs whose last look failed."""
 
     async def read(self) -> list[dict[str, Any]]:
-        """Returns the overviews in the order of the catalogue. That of a run which does not answer is the one before; a
-        run that was removed meanwhile, is no run after all, or has never answered is left out."""
+        """Returns the overviews in the order of the catalogue: of a run that does not answer the one before, or one of
+        an unknown state. A run that was removed meanwhile, or is no run after all, is left out."""
         if self._listing is None or self._listing.done():
             self._listing = self._threads.submit(self._catalogue.runs)
         await asyncio.wait([asyncio.wrap_future(self._listing)], timeout=ANSWER_S)
@@ -50,9 +52,9 @@ class RunOverviews:
             self._shown = self._listing.result(0)
         await self._look_at(list(self._shown))
         return [
-            {"id": name, "folder": str(shown.folder), **asdict(self._known[name])}
+            {"id": name, "folder": str(shown.folder), **asdict(self._known.get(name) or _unknown(shown))}
             for name, shown in self._shown.items()
-            if name in self._known
+            if name not in self._unreadable
         ]
 
     async def _look_at(self, names: list[str]) -> None:
@@ -89,7 +91,12 @@ class RunOverviews:
             del self._looks[name]
             try:
                 self._known[name] = look.future.result(0)
+                self._unreadable.discard(name)
             except (LedgerError, *UNREADABLE, OSError):
-                self._known.pop(name, None)
+                self._unreadable.add(name)
             except RunBusy:  # it is read for another request: what is known holds
-                pass
+                self._unreadable.discard(name)
+
+
+def _unknown(shown: ShownRun) -> RunOverview:
+    return RunOverview(shown.folder.name, "", "unknown", 0, None, None, None, "its folder has not answered yet")

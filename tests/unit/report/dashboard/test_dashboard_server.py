@@ -199,13 +199,15 @@ def test_a_folder_that_hangs_holds_up_no_other_run(tmp_path: Path, hung: dict[st
         make_run(runs / name, 2)
     server = server_of(runs)
     hung["a"] = threading.Event()
-    assert names(server) == ["b", "c", "d"], "it has never answered"
+    first, *others = ask(server, "/api/runs").json()["runs"]
+    assert (first["name"], first["state"], first["message"]) == ("a", "unknown", "its folder has not answered yet")
+    assert [(each["name"], each["state"], each["step"]) for each in others] == [(name, "running", 2) for name in "bcd"]
     began = time.monotonic()
-    assert all(names(server) == ["b", "c", "d"] for _ in range(20))
+    assert all(names(server) == ["a", "b", "c", "d"] for _ in range(20))
     assert time.monotonic() - began < 20 * 0.5, "only the first list waits for it"
     assert len(server._overviews._looks) == 1, "and only one thread"
     hung.pop("a").set()
-    until(lambda: names(server) == ["a", "b", "c", "d"])
+    until(lambda: ask(server, "/api/runs").json()["runs"][0]["state"] == "running")
 
 
 def test_a_run_whose_folder_hangs_is_listed_as_it_was(tmp_path: Path, hung: dict[str, threading.Event]) -> None:
