@@ -23,6 +23,22 @@
   const cycle = grouped(few, [{ from: "r0", to: "r1", why: "", seconds: null }, { from: "r1", to: "r0", why: "", seconds: 1 }]);
   same("a deadlock has a layout, too", layout(cycle.groups, cycle.links).height > 0, true);
 
+  const chain = Array.from({ length: 9 }, (_, at) => ({ name: `r${at}`, role: `role${Math.min(at, 6)}`, rank: at, culprit: at === 6 }));
+  const waits = chain.slice(1, 7).map((node, at) => ({ from: `r${at}`, to: node.name, why: "", seconds: 1 }));
+  for (const [nodes, edges] of [[chain, waits], [chain, waits.slice(0, 3)], [chain, []], [few, []]]) {
+    for (const width of [240, 340, 700, 926, 1400]) {
+      const drawn = grouped(nodes, edges);
+      const { node, height } = layout(drawn.groups, drawn.links, width);
+      const apart = (a, b) => a === b || a.x + node <= b.x || b.x + node <= a.x || a.y + 58 <= b.y || b.y + 58 <= a.y;
+      const inside = ({ x, y }) => x >= 0 && x + node <= width && y >= 0 && y + 58 <= height;
+      same(`${edges.length} waits of ${nodes.length} fit in ${width}`, drawn.groups.every(inside), true);
+      same(`${edges.length} waits of ${nodes.length}: no node covers another in ${width}`, drawn.groups.every((a) => drawn.groups.every((b) => apart(a, b))), true);
+    }
+  }
+  const narrow = grouped(chain, waits);
+  layout(narrow.groups, narrow.links, 340);
+  same("in a narrow place who is waited for stands below", narrow.groups[1].y > narrow.groups[0].y, true);
+
   same("words that differ", difference("the answer is 391.", "the answer is 392, I think."),
     [["same", "the answer is "], ["gone", "391"], ["new", "392, I think"], ["same", "."]]);
   same("equal texts", difference("a b", "a b"), [["same", "a b"]]);

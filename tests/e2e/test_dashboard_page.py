@@ -251,6 +251,27 @@ def test_a_thousand_processes_are_few_nodes_and_all_lanes(address: str, ids: dic
     assert page.run("document.querySelectorAll('canvas').length") == 1, "only lanes in sight are painted"
 
 
+OUTSIDE = """(graph => [...graph.querySelectorAll('.node, .caption, .link')].filter(e => {
+  const [at, all] = [e.getBoundingClientRect(), graph.getBoundingClientRect()];
+  return at.left < all.left || at.right > all.right; }).length)(document.querySelector('.graph'))"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_graph_of_waits_needs_no_scrolling_sideways(
+    width: int, address: str, ids: dict[str, str], page: BrowserPage
+) -> None:
+    page.size(width, 800)
+    open_view(page, address, "waits", f"&runs={ids['scale']}")
+    page.until("document.querySelector('.node .label')")
+    for element in ("document.documentElement", "document.querySelector('.graph')"):
+        assert page.run(f"{element}.scrollWidth <= {element}.clientWidth"), element
+    assert page.run(OUTSIDE) == 0 and page.run("document.querySelectorAll('.link').length") > 0
+    page.size(390 + 1280 - width, 800)
+    page.until(f"document.querySelector('.graph svg').clientWidth {'<' if width == 1280 else '>'} 400")
+    assert page.run(OUTSIDE) == 0, "it is laid out anew for another width"
+    assert page.gather() == []
+
+
 def test_a_thousand_gpus_are_drawn_in_slices(address: str, page: BrowserPage) -> None:
     open_view(page, address, "hosts")
     page.run((HERE / "dashboard_gpus.js").read_text())

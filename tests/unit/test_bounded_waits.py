@@ -282,6 +282,8 @@ def _result(call: ast.Call, owner: ast.expr, names: _Names) -> str | None:
 
 
 def _wait(call: ast.Call, owner: ast.expr, names: _Names) -> str | None:
+    if names.dotted(call.func) == "asyncio.wait" and _given(call, "timeout"):
+        return None  # keeps no thread
     return "wait: use waits.event, waits.condition, waits.process or waits.work"
 
 
@@ -413,6 +415,7 @@ CAUGHT = [
     "import ray; ray.get(ref)",
     "import ray; ray.get(ref, timeout=5)",
     "import asyncio; asyncio.run(main())",
+    "import asyncio\nasync def f():\n    await asyncio.wait(futures)",
     "import fcntl; fcntl.flock(fd, fcntl.LOCK_EX)",
     "lock.acquire()",
     "pool.apply_async(f).get()",
@@ -420,6 +423,7 @@ CAUGHT = [
 ]
 
 PASSES = [
+    "import asyncio\nasync def f():\n    await asyncio.wait(futures, timeout=3.0)",
     "d.get('key')",
     "d.get('key', None)",
     "os.environ.get('X', True)",

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-
 from lockstep import recipes
 from lockstep.api.run_inputs import RewardTerms, Rows, RunInputs
 from lockstep.api.run_result import Result
@@ -16,7 +14,7 @@ from lockstep.config.loader import apply_overrides, check_config, read_yaml
 from lockstep.config.run_config import RunConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import INDEX_FILE
-from lockstep.report.safe_console import SafeConsole
+from lockstep.report.command_events import TERMINAL
 from lockstep.report.step_callbacks import OnStep
 from lockstep.run.errors import Interrupted, NotStarted, RunFinished, RunRefused
 from lockstep.run.planning.input_files import check_known_inputs, written_inputs
@@ -112,11 +110,11 @@ def _run(prepare: Callable[[], PreparedRun], callbacks: Sequence[OnStep], folder
     try:
         prepared = prepare()
     except RunFinished as done:
-        _show_note(str(done))
+        TERMINAL.note(str(done))
         return Result(folder)
     prepared.callbacks = callbacks
     for note in prepared.notes:
-        _show_note(note)
+        TERMINAL.note(note)
     try:
         recipes.train(prepared)
     except Interrupted as stop:
@@ -132,10 +130,6 @@ def _run(prepare: Callable[[], PreparedRun], callbacks: Sequence[OnStep], folder
 
 def _resume_hint(folder: Path) -> str:
     return f"resume with lockstep.train(resume={str(folder)!r})"
-
-
-def _show_note(text: str) -> None:
-    SafeConsole(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {escape(text)}")
 
 
 def _override_lines(overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
@@ -219,5 +213,5 @@ def _working_folder(run: Path | None) -> Iterator[Path | None]:
     before = Path.cwd()
     with in_working_folder(run) as found:
         if Path.cwd() != before:
-            _show_note(f"relative paths in the config refer to {Path.cwd()}, where the run began")
+            TERMINAL.note(f"relative paths in the config refer to {Path.cwd()}, where the run began")
         yield found

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.base.text import count_noun
-from lockstep.cli.terminal import PARTIAL, REFUSED, print_text, show_note, show_refusal
+from lockstep.cli.terminal import PARTIAL, REFUSED, print_text
+from lockstep.report.command_events import TERMINAL
 
 if TYPE_CHECKING:
     from lockstep.convert.converter import ConvertedConfig
@@ -71,14 +72,14 @@ def command(
         if out is not None:
             _write(out, converted.text, force)
     except (ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     if as_json:
         typer.echo(json.dumps(_as_json(converted), indent=2))
     elif out is None:
         print_text(converted.text.rstrip("\n"))
         for line in _report(converted):
-            show_note(line)
+            TERMINAL.note(line)
     else:
         print_text("\n".join([f"{out}: recipe {converted.recipe}", *_report(converted)]))
     raise typer.Exit(0 if converted.complete else PARTIAL)

@@ -26,7 +26,7 @@ from lockstep.cli.generate import (
     write_records,
 )
 from lockstep.cli.terminal import LogFormatOption, require_extra
-from lockstep.report.json_console import LogFormat, open_event_log
+from lockstep.report.command_events import LogFormat, open_events
 
 if TYPE_CHECKING:
     from lockstep.run.trained_models.reward_evaluation import Evaluation
@@ -76,7 +76,7 @@ def command(
 
         lockstep eval Qwen/Qwen2.5-0.5B-Instruct --config examples/grpo_gsm8k.yaml --limit 200 --output scores.jsonl
     """
-    events = open_event_log(log_format, "eval")
+    events = open_events(log_format, "eval")
     require_extra("train", "lockstep eval", events)
     from lockstep.run.trained_models.model_evaluation import EvaluationRequest
     from lockstep.run.trained_models.reward_evaluation import evaluate

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.terminal import FAILED, REFUSED, ReadingProgress, show_refusal
+from lockstep.cli.terminal import FAILED, REFUSED, ReadingProgress
+from lockstep.report.command_events import TERMINAL
 
 if TYPE_CHECKING:
     from lockstep.doctor.output.job_answer import JobAnswer
@@ -107,15 +108,15 @@ def command(
     """
     if configs:
         if paths:
-            show_refusal(ValueError("give either PATH... or --config, not both"))
+            TERMINAL.refuse(ValueError("give either PATH... or --config, not both"))
             raise typer.Exit(REFUSED)
         _show_advice(configs, gpu_gib, as_json)
         return
     if not paths:
-        show_refusal(ValueError("nothing to explain: give PATH... or --config FILE"))
+        TERMINAL.refuse(ValueError("nothing to explain: give PATH... or --config FILE"))
         raise typer.Exit(REFUSED)
     if (cause or culprits) and share_case is None:
-        show_refusal(ValueError("--class and --culprit belong to --share-case FOLDER"))
+        TERMINAL.refuse(ValueError("--class and --culprit belong to --share-case FOLDER"))
         raise typer.Exit(REFUSED)
     answer = _answer(paths, rules or [], ranks, world_size)
     if html is not None:
@@ -124,7 +125,7 @@ def command(
         try:
             html.write_text(answer_page(answer), encoding="utf-8")
         except OSError as error:
-            show_refusal(error)
+            TERMINAL.refuse(error)
             raise typer.Exit(REFUSED) from error
     if as_json:
         typer.echo(json.dumps(answer.json(), indent=2))
@@ -154,7 +155,7 @@ def _write_redacted(
             unconfirmed = "" if cause else "; confirm its class: give --class, or edit truth.json"
             console.print(f"added as jobs/{name}{unconfirmed}", markup=False)
     except (ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
 
 
@@ -167,7 +168,7 @@ def _answer(paths: list[str], rules: list[Path], ranks: str | None, world_size: 
         with ReadingProgress() as progress:
             return answer_job(paths, rules, ranks=ranks, world_size=world_size, progress=progress)
     except (ValueError, OSError, LedgerError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
 
 
@@ -194,7 +195,7 @@ def _show_advice(files: Sequence[Path], gpu_gib: float | None, as_json: bool) ->
     try:
         report = advise_configs(files, gpu_gib)
     except (ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     if as_json:
         typer.echo(json.dumps(report.json(), indent=2))

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from lockstep.base.text import count_noun
-from lockstep.cli.terminal import REFUSED, print_text, require_extra, show_refusal
+from lockstep.cli.terminal import REFUSED, print_text, require_extra
+from lockstep.report.command_events import TERMINAL
 
 
 def command(
@@ -33,6 +34,6 @@ def command(
         with in_working_folder(run) as folder:
             done = export_checkpoint(folder, out, step, role, adapter)
     except (RunRefused, LedgerError, CheckpointError, ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     print_text(f"{out}: the model of {run} after {count_noun(done, 'step')}")

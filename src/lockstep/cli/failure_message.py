@@ -3,7 +3,6 @@
 The whole traceback is in the run's `logs/controller.log`.
 """
 
-import os
 import re
 import signal
 import sysconfig
@@ -13,7 +12,6 @@ from pathlib import Path
 from rich.markup import escape
 
 import lockstep
-from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import NodeRefused
 from lockstep.cluster.node_network import UnreachableAddress
@@ -23,8 +21,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.run_folder import INDEX_FILE
-from lockstep.report.json_console import EventLog
-from lockstep.report.safe_console import SafeConsole
+from lockstep.report.command_events import TERMINAL, CommandEvent, CommandEvents, shown_text
 from lockstep.rewards.scoring_messages import RewardError
 from lockstep.rollout.environments.environment_protocol import EnvironmentFailed
 from lockstep.run.errors import GaveUp, NotStarted
@@ -54,57 +51,53 @@ class FailureSummary:
     """Lines of a traceback or log."""
 
 
-def show_failure(error: BaseException, folder: Path, events: EventLog | None = None) -> None:
-    """Prints on standard error what failed, where, and how to resume; or writes it as an event."""
+def show_failure(error: BaseException, folder: Path, events: CommandEvents = TERMINAL) -> None:
+    """Reports what failed, where, and how to resume.
+
+    Args:
+        folder: of the run.
+    """
     cause = error.__cause__ or error if isinstance(error, NotStarted) else error
     summary = describe_failure(cause)
     if isinstance(cause, GaveUp) and cause.__cause__ is not None:
         details = describe_failure(cause.__cause__)
         summary = FailureSummary(summary.headline, details.details, details.lines)
     kept = error.kept if isinstance(error, NotStarted) else None
-    if events is None:
-        _print_failure(summary, folder, kept)
-        return
-    resumes = kept is None and (folder / INDEX_FILE).is_file()
-    events.write(
-        "failed", summary.headline, "error", details=dict(summary.details) or None, lines=summary.lines or None,
-        kept=kept, resume=_resume_command(folder) if resumes else None,
-        logs=(kept or folder) / "logs" if (kept or folder).is_dir() else None,
-    )  # fmt: skip
+    resume = _resume_command(folder) if kept is None and (folder / INDEX_FILE).is_file() else None
+    logs = (kept or folder) / "logs" if (kept or folder).is_dir() else None
+    lines = _summary_lines(summary)
+    if kept is not None:
+        lines.append(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(kept))}")
+    if resume is not None:
+        lines.append(f"resume with: {escape(resume)}")
+    if logs is not None:
+        lines.append(f"[dim]full logs: {escape(str(logs))}[/]")
+    fields = {
+        "details": dict(summary.details) or None, "lines": summary.lines or None, "kept": kept, "resume": resume,
+        "logs": logs,
+    }  # fmt: skip
+    events.report(CommandEvent("failed", summary.headline, "\n".join(lines), "error", fields))
+
+
+def show_interruption(folder: Path, events: CommandEvents = TERMINAL) -> None:
+    """Reports, after Ctrl-C, how to resume."""
+    command = _resume_command(folder)
+    text = f"resume with: {command}"
+    events.report(CommandEvent("interrupted", text, escape(text), "warning", {"resume": command}))
 
 
 def _resume_command(folder: Path) -> str:
     return f"lockstep train --resume {folder}"
 
 
-def _print_failure(summary: FailureSummary, folder: Path, kept: Path | None) -> None:
-    console, known = SafeConsole(stderr=True, soft_wrap=True), secret_values(os.environ)
-
-    def shown(text: str) -> str:
-        return escape(redact_text(text, known))
-
-    console.print(f"[bold red]error[/] {shown(summary.headline)}")
+def _summary_lines(summary: FailureSummary) -> list[str]:
+    """Headline, details, and the lines of a traceback or log, as rich's markup."""
+    lines = [f"[bold red]error[/] {shown_text(summary.headline)}"]
     width = max((len(label) for label, _ in summary.details), default=0)
-    for label, value in summary.details:
-        console.print(f"  [bold]{label:<{width}}[/]  {shown(value)}")
-    for line in ["", *summary.lines, ""] if summary.lines else []:
-        console.print(f"    {shown(line)}".rstrip())
-    if kept is not None:
-        console.print(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(kept))}")
-        folder = kept
-    elif (folder / INDEX_FILE).is_file():
-        console.print(f"resume with: {escape(_resume_command(folder))}")
-    if folder.is_dir():
-        console.print(f"[dim]full logs: {escape(str(folder))}/logs[/]")
-
-
-def show_interruption(folder: Path, events: EventLog | None = None) -> None:
-    """Prints, after Ctrl-C, how to resume; or writes it as an event."""
-    command = _resume_command(folder)
-    if events is not None:
-        events.write("interrupted", f"resume with: {command}", "warning", resume=command)
-        return
-    SafeConsole(stderr=True, soft_wrap=True).print(f"resume with: {escape(command)}")
+    lines += [f"  [bold]{label:<{width}}[/]  {shown_text(value)}" for label, value in summary.details]
+    if summary.lines:
+        lines += [f"    {shown_text(line)}".rstrip() for line in ["", *summary.lines, ""]]
+    return lines
 
 
 def describe_failure(error: BaseException) -> FailureSummary:

@@ -3,30 +3,19 @@
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from lockstep.base.text import format_duration
-from lockstep.cli.terminal import (
-    FAILED,
-    INTERRUPTED,
-    REFUSED,
-    LogFormatOption,
-    require_extra,
-    show_progress,
-    show_refusal,
-)
-from lockstep.report.json_console import LINE_S, EventLog, LogFormat, open_event_log
+from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, LogFormatOption, require_extra
+from lockstep.report.command_events import TERMINAL, CommandEvents, LogFormat, open_events
 
 if TYPE_CHECKING:
     from lockstep.data.samples import Group
-    from lockstep.run.trained_models.generation import SamplingChoice
+    from lockstep.run.trained_models.generation import PromptChoice, SamplingChoice
 
 T = TypeVar("T")
 
@@ -104,20 +93,11 @@ def command(
 
         lockstep generate runs/sort-grpo --dataset evaluation --limit 8 --step best --json
     """
-    events = open_event_log(log_format, "generate")
+    events = open_events(log_format, "generate")
     require_extra("train", "lockstep generate", events)
-    from lockstep.run.trained_models.generation import PromptChoice, completion_record, generate
+    from lockstep.run.trained_models.generation import completion_record, generate
 
-    if sum((bool(prompts), file is not None, dataset is not None)) > 1:
-        raise typer.BadParameter("give prompts, --prompts or --dataset: one of the three")
-    texts, rows = list(prompts or []), list[dict[str, Any]]()
-    nothing_given = not (texts or file or dataset)
-    if texts == ["-"] or file == Path("-") or (nothing_given and not sys.stdin.isatty()):
-        texts, rows = _standard_input()
-        file = None
-    chosen = PromptChoice(
-        texts, rows, file.absolute() if file is not None else None, dataset.value if dataset else None, limit, chat
-    )
+    chosen = _chosen_prompts(prompts or (), file, dataset, limit, chat)
     sampling = sampling_choice(n, seed, temperature, top_p, top_k, min_p, max_tokens, stop)
     overrides = engine_overrides(engine)
     target = output.absolute() if output is not None else None
@@ -129,7 +109,25 @@ def command(
         for each in records:
             typer.echo(json.dumps(each))
     else:
-        _print_completions(label, groups, events)
+        events.progress(label)
+        _print_completions(groups)
+
+
+def _chosen_prompts(
+    prompts: Sequence[str], file: Path | None, dataset: RunDataset | None, limit: int | None, chat: bool | None
+) -> "PromptChoice":
+    """The prompts that were given, from standard input if none were. Raises BadParameter if two sources were given."""
+    from lockstep.run.trained_models.generation import PromptChoice
+
+    if sum((bool(prompts), file is not None, dataset is not None)) > 1:
+        raise typer.BadParameter("give prompts, --prompts or --dataset: one of the three")
+    texts, rows = list(prompts), list[dict[str, Any]]()
+    nothing_given = not (texts or file or dataset)
+    if texts == ["-"] or file == Path("-") or (nothing_given and not sys.stdin.isatty()):
+        texts, rows = _standard_input()
+        file = None
+    path = None if file is None else file.absolute()
+    return PromptChoice(texts, rows, path, dataset.value if dataset else None, limit, chat)
 
 
 def sampling_choice(
@@ -157,7 +155,7 @@ def engine_overrides(engine: EngineKind | None) -> list[str]:
     return [] if engine is None else [f"rollout.engine={{kind: {engine.value}}}"]
 
 
-def run_or_exit(work: Callable[[Callable[[str], None]], T], events: EventLog | None = None) -> T:
+def run_or_exit(work: Callable[[Callable[[str], None]], T], events: CommandEvents = TERMINAL) -> T:
     """Does the work while it shows what is waited for. If it is refused, fails or is interrupted, says why and exits
     with the code for that."""
     from lockstep.base.wait_state import WaitTimeout
@@ -171,7 +169,7 @@ def run_or_exit(work: Callable[[Callable[[str], None]], T], events: EventLog | N
     from lockstep.watch.agent.agent_client import AgentError
 
     try:
-        with _status_line(events) as status:
+        with events.status() as status:
             return work(status)
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
@@ -179,50 +177,24 @@ def run_or_exit(work: Callable[[Callable[[str], None]], T], events: EventLog | N
         show_failure(error, Path(os.devnull), events)  # no run that could be resumed
         raise typer.Exit(FAILED) from error
     except (RunRefused, LedgerError, CheckpointError, ValueError, OSError) as error:
-        show_refusal(error, events)
+        events.refuse(error)
         raise typer.Exit(REFUSED) from error
 
 
-@contextmanager
-def _status_line(events: EventLog | None) -> Iterator[Callable[[str], None]]:
-    """Shows a text on the last line of a terminal, on standard error. A file, a pipe or a log of events gets a line
-    every ten seconds."""
-    from rich.markup import escape
-
-    from lockstep.report.safe_console import SafeConsole
-
-    console = SafeConsole(stderr=True, soft_wrap=True)
-    if events is not None or not console.is_terminal or console.is_dumb_terminal:
-        began = printed_at = time.monotonic()
-
-        def show_rarely(text: str) -> None:
-            nonlocal printed_at
-            now = time.monotonic()
-            if now - printed_at >= LINE_S:
-                printed_at = now
-                show_progress(f"{text or 'working'}, {format_duration(now - began)} so far", events)
-
-        yield show_rarely
-        return
-    with console.status("starting") as line:
-        yield lambda text: line.update(escape(text or "working"))
-
-
-def write_records(path: Path, records: Iterable[dict[str, Any]], events: EventLog | None = None) -> None:
+def write_records(path: Path, records: Iterable[dict[str, Any]], events: CommandEvents = TERMINAL) -> None:
     """Writes one JSON object per line. Exits if the file cannot be written."""
     try:
         path.write_text("".join(f"{json.dumps(each, ensure_ascii=False)}\n" for each in records), encoding="utf-8")
     except OSError as error:
-        show_refusal(error, events)
+        events.refuse(error)
         raise typer.Exit(FAILED) from error
 
 
-def _print_completions(label: str, groups: "Sequence[Group]", events: EventLog | None) -> None:
+def _print_completions(groups: "Sequence[Group]") -> None:
     from rich.markup import escape
 
     from lockstep.report.safe_console import SafeConsole
 
-    show_progress(label, events)
     console = SafeConsole(soft_wrap=True)
     for group in groups:
         console.print(f"[bold]{escape(group.prompt.text)}[/]")

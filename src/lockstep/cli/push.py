@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from lockstep.base.text import count_noun
-from lockstep.cli.terminal import FAILED, REFUSED, print_text, require_extra, show_progress, show_refusal
+from lockstep.cli.terminal import FAILED, REFUSED, print_text, require_extra
+from lockstep.report.command_events import TERMINAL
 
 
 def command(
@@ -45,12 +46,13 @@ def command(
     from lockstep.train.errors import CheckpointError
 
     try:
-        pushed = push_model(model, HubRepository(repository, private, revision), step, adapter, dry_run, show_progress)
+        target = HubRepository(repository, private, revision)
+        pushed = push_model(model, target, step, adapter, dry_run, TERMINAL.progress)
     except PushFailed as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(FAILED) from error
     except (RunRefused, LedgerError, CheckpointError, ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     size = f"{count_noun(len(pushed.files), 'file')}, {sum(pushed.files.values()) / 1e6:,.1f} MB"
     if pushed.url:

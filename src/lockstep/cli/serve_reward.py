@@ -5,11 +5,15 @@ import os
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, require_extra, show_note, show_progress, show_refusal
+from lockstep.cli.terminal import REFUSED, require_extra
+from lockstep.report.command_events import TERMINAL
+
+if TYPE_CHECKING:
+    from lockstep.config.model import ModelConfig
 
 TOKEN_VARIABLE = "LOCKSTEP_REWARD_TOKEN"
 
@@ -57,29 +61,20 @@ def command(
     """
     require_extra("serve", "lockstep serve-reward")
     from lockstep.base.network import listen
-    from lockstep.base.transport.run_token import reward_token_path
-    from lockstep.config.model import ModelConfig
     from lockstep.report.warning_handler import WarningHandler
     from lockstep.run.trained_models.local_reward_model import LocalRewardModel
     from lockstep.run.trained_models.reward_server import RewardServer, ServerLimits, run_server
     from lockstep.train.rank_service import choose_device
 
-    logging.getLogger().addHandler(WarningHandler(show_progress, logging.INFO))
+    logging.getLogger().addHandler(WarningHandler(TERMINAL.progress, logging.INFO))
     logging.getLogger().setLevel(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         given = os.environ.pop(TOKEN_VARIABLE, None)
         secret = _token(given) if token else None
-        path = str(Path(model).expanduser().absolute()) if Path(model).expanduser().is_dir() else model
-        settings = {
-            "path": path,
-            "revision": revision,
-            "tokenizer": tokenizer,
-            "dtype": dtype.value,
-            "max_length": max_length,
-        }
-        show_progress(f"loading {model}")
-        loaded = LocalRewardModel(ModelConfig.model_validate(settings), choose_device(device, 0), token_budget, threads)
+        settings = _model_settings(model, revision, tokenizer, dtype, max_length)
+        TERMINAL.progress(f"loading {model}")
+        loaded = LocalRewardModel(settings, choose_device(device, 0), token_budget, threads)
         limits = ServerLimits(
             max_waiting,
             max_body_bytes=int(max_body_mb * 2**20),
@@ -89,15 +84,39 @@ def command(
         server = RewardServer(loaded, name or model, secret, limits)
         listening = listen(host, (port, port))
     except (ValueError, RuntimeError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
-    if secret is None:
-        show_note(f"whoever reaches {host} can use this server: it needs no token")
-    elif given is None:
-        show_note(f"the token is in {reward_token_path()}")
+    _show_access(host, secret is not None, given is not None)
     address = f"{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-    show_progress(f"serving {model} at http://{address}")
+    TERMINAL.progress(f"serving {model} at http://{address}")
     run_server(server, listening)
+
+
+def _model_settings(
+    model: str, revision: str | None, tokenizer: str | None, dtype: Precision, max_length: int | None
+) -> "ModelConfig":
+    """The model as a config names it. Raises ValueError if it cannot be one."""
+    from lockstep.config.model import ModelConfig
+
+    folder = Path(model).expanduser()
+    values = {
+        "path": str(folder.absolute()) if folder.is_dir() else model,
+        "revision": revision,
+        "tokenizer": tokenizer,
+        "dtype": dtype.value,
+        "max_length": max_length,
+    }
+    return ModelConfig.model_validate(values)
+
+
+def _show_access(host: str, needs_token: bool, own_token: bool) -> None:
+    """Says which token clients need, unless the user set it."""
+    from lockstep.base.transport.run_token import reward_token_path
+
+    if not needs_token:
+        TERMINAL.note(f"whoever reaches {host} can use this server: it needs no token")
+    elif not own_token:
+        TERMINAL.note(f"the token is in {reward_token_path()}")
 
 
 def _connections(wanted: int) -> int:
@@ -108,7 +127,7 @@ def _connections(wanted: int) -> int:
     possible = possible_connections(wanted)
     if possible < wanted:
         most = count_noun(possible, "connection")
-        show_note(f"{most} at most: the limit of open files (ulimit -Hn) allows no more")
+        TERMINAL.note(f"{most} at most: the limit of open files (ulimit -Hn) allows no more")
     return possible
 
 

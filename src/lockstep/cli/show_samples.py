@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
+from lockstep.cli.terminal import REFUSED, require_extra
+from lockstep.report.command_events import TERMINAL
 
 SHOWN_CHARS = 1000
 """The most characters of each text without `--full`."""
@@ -44,7 +45,7 @@ def command(
         with Ledger.reader(run) as ledger:
             found = read_samples(ledger, step, count, "best" if best else "worst" if worst else "spread")
     except (LedgerError, ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     if as_json:
         samples = [sample_record(sample) for sample in found.samples]

@@ -1,4 +1,5 @@
-"""What the commands share: exit codes, what they write to the terminal, and the check for optional dependencies.
+"""What the commands share: exit codes, results on the terminal, the progress of reading, and the check for optional
+dependencies.
 
 | code | meaning |
 |---|---|
@@ -9,7 +10,6 @@
 | 130 | ended by Ctrl-C; the run can be resumed |
 """
 
-import os
 import sys
 import time
 from importlib.util import find_spec
@@ -18,9 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.base.secrets import redact_text, secret_values
 from lockstep.base.text import count_noun, format_duration
-from lockstep.report.json_console import LINE_S, EventLog, LogFormat
+from lockstep.report.command_events import LINE_S, TERMINAL, CommandEvents, LogFormat
 
 FAILED, REFUSED, PARTIAL, INTERRUPTED = 1, 2, 3, 130
 
@@ -47,34 +46,6 @@ LogFormatOption = Annotated[
 ]
 
 
-def _shown(text: str) -> str:
-    """The text as rich's markup, with secrets hidden: messages quote addresses, settings and answers of servers."""
-    from rich.markup import escape
-
-    return escape(redact_text(text, secret_values(os.environ)))
-
-
-def show_refusal(error: Exception, events: EventLog | None = None) -> None:
-    """Prints on standard error why nothing was started, one problem per line; or writes it as an event."""
-    from lockstep.config.errors import ConfigError
-    from lockstep.report.safe_console import SafeConsole
-
-    if events is not None:
-        problems = error.problems if isinstance(error, ConfigError) else ()
-        rows = [{"field": each.field, "message": each.message, "hint": each.hint} for each in problems]
-        events.write("refused", str(error), "error", problems=rows or None)
-        return
-    console = SafeConsole(stderr=True, soft_wrap=True)
-    if isinstance(error, ConfigError):
-        console.print(f"[bold red]refused[/] {_shown(error.source)}")
-        for problem in error.problems:
-            field = f"[bold]{_shown(problem.field)}[/]: " if problem.field else ""
-            hint = f" [dim]({_shown(problem.hint)})[/]" if problem.hint else ""
-            console.print(f"  {field}{_shown(problem.message)}{hint}")
-    else:
-        console.print(f"[bold red]refused[/] {_shown(str(error))}")
-
-
 def print_text(text: str) -> None:
     """Prints a result on standard output, as it is except for control characters: names and texts in it may come from
     others. JSON, which has none, is printed with `typer.echo`."""
@@ -83,28 +54,7 @@ def print_text(text: str) -> None:
     SafeConsole(soft_wrap=True).print(text, markup=False)
 
 
-def show_note(text: str, events: EventLog | None = None) -> None:
-    """Prints a note on standard error, or writes it as an event."""
-    from lockstep.report.safe_console import SafeConsole
-
-    if events is not None:
-        events.write("note", text)
-        return
-    SafeConsole(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_shown(text)}")
-
-
-def show_progress(text: str, events: EventLog | None = None) -> None:
-    """Prints what a command does now on standard error, for people who would otherwise see nothing for seconds; or
-    writes it as an event."""
-    from lockstep.report.safe_console import SafeConsole
-
-    if events is not None:
-        events.write("progress", text)
-        return
-    SafeConsole(stderr=True, soft_wrap=True).print(f"[dim]{_shown(text)}[/]")
-
-
-def require_extra(extra: str, command: str, events: EventLog | None = None) -> None:
+def require_extra(extra: str, command: str, events: CommandEvents = TERMINAL) -> None:
     """Exits with a hint to install an extra of the distribution if one of its modules is missing.
 
     Args:
@@ -113,7 +63,7 @@ def require_extra(extra: str, command: str, events: EventLog | None = None) -> N
     missing = next((name for name in _MODULES[extra] if find_spec(name) is None), None)
     if missing is not None:
         text = f"{command} needs {missing}, which is not installed: pip install 'lockstep-rl[{extra}]'"
-        show_refusal(ModuleNotFoundError(text), events)
+        events.refuse(ModuleNotFoundError(text))
         raise typer.Exit(REFUSED)
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from lockstep.base.folders import run_shm_dir, scratch_dir
-from lockstep.cli.terminal import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED
 from lockstep.cli.top import run_name
+from lockstep.report.command_events import TERMINAL
 from lockstep.report.safe_console import SafeConsole
 
 STEPS_STALL_S = 900.0
@@ -138,7 +139,7 @@ def _capture(name: str, file: Path, seconds: float | None, steps: int | None) ->
     except (WaitTimeout, OSError) as error:
         with contextlib.suppress(OSError):
             request_capture(name, replace(request, stop=True))
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from None
 
 
@@ -159,7 +160,7 @@ def _write(files: list[Path], run: Path, output: Path | None) -> None:
     try:
         summary = write_trace(read_timeline(files), path)
     except (ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     console = SafeConsole(stderr=True, soft_wrap=True)
     what = f"{count_noun(summary.processes, 'process')}, {count_noun(summary.slices, 'slice')}"
@@ -171,5 +172,5 @@ def _write(files: list[Path], run: Path, output: Path | None) -> None:
 
 
 def _refuse(text: str) -> None:
-    show_refusal(ValueError(text))
+    TERMINAL.refuse(ValueError(text))
     raise typer.Exit(REFUSED)

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, print_text, require_extra, show_refusal
+from lockstep.cli.terminal import REFUSED, print_text, require_extra
+from lockstep.report.command_events import TERMINAL
 
 
 def command(
@@ -63,6 +64,6 @@ def command(
         make = make_tiny_vision if vision else make_tiny
         make(folder, model, overwrite=overwrite)  # type: ignore[arg-type]  # each makes its own kind
     except (ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     print_text(f"{folder}: {family}, {layers} layers, hidden size {hidden}, seed {seed}")

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from lockstep.base.text import count_noun
-from lockstep.cli.terminal import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED
+from lockstep.report.command_events import TERMINAL
 
 
 def command(
@@ -42,7 +43,7 @@ def run_name(run: Path) -> str:
         try:
             name = read_run_id(run / "run-id")
         except (ValueError, OSError) as error:
-            show_refusal(error)
+            TERMINAL.refuse(error)
             raise typer.Exit(REFUSED) from error
         if not run_shm_dir(name).exists():
             show_runs_of(run.stat().st_uid)
@@ -53,7 +54,7 @@ def run_name(run: Path) -> str:
     if run_id is not None:
         return run_id
     problem = f"process {run} belongs to no run" if run.name.isdigit() else f"{run} is not the folder of a run"
-    show_refusal(
+    TERMINAL.refuse(
         ValueError(f"{problem}: give the folder of a run started on this host, or the pid of one of its processes")
     )
     raise typer.Exit(REFUSED)
@@ -77,7 +78,7 @@ def describe_ended(run: Path) -> str:
             done, steps = ledger.steps_done(), ledger.config()["steps"]
             reasons = [str(event.fields["reason"]) for event in ledger.events() if event.kind == "end"]
     except (LedgerError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     reason = reasons[-1] if reasons else "killed before it began"
     return f"{run} has no process on this host; after {done} of {count_noun(steps, 'step')}: {reason}"

@@ -7,11 +7,12 @@ import typer
 
 from lockstep.base.text import count_noun
 from lockstep.cli import OWN_PROCESS
-from lockstep.cli.terminal import REFUSED, LogFormatOption, require_extra, show_progress, show_refusal
-from lockstep.report.json_console import EventLog, LogFormat, open_event_log
+from lockstep.cli.terminal import REFUSED, LogFormatOption, require_extra
+from lockstep.report.command_events import CommandEvents, LogFormat, open_events
 
 if TYPE_CHECKING:
     from lockstep.config.run_config import RunConfig
+    from lockstep.watch.agent.prepared_agent import PreparedAgent
 
 
 def command(
@@ -69,12 +70,46 @@ def command(
 
         lockstep train run.yaml folder=/shared/runs --submit http://127.0.0.1:8265
     """
-    from lockstep.config.errors import ConfigError
-    from lockstep.config.loader import load_config
     from lockstep.ledger.store.object_store import is_store_url
 
     stored = resume_from is not None and is_store_url(resume_from)
-    resume = None if resume_from is None or stored else Path(resume_from)
+    _check_options(
+        stored=stored, resumes=resume_from is not None, parent=parent, dry_run=dry_run, gpus=gpus, submit=submit
+    )
+    values, events = list(overrides or []), open_events(log_format, "submit" if submit else "controller")
+    if (resume_from is not None or parent is not None) and file is not None and "=" in file:
+        values.insert(0, file)
+        file = None
+    config = None if file is None else _read_config(Path(file), values, events)
+    require_extra("train", "lockstep train", events)
+    resume = None if resume_from is None else _restored(resume_from, values, events) if stored else Path(resume_from)
+    if submit is not None:
+        from lockstep.cli.train_submit import submit_run
+
+        raise typer.Exit(submit_run(submit, config, resume, values, events))
+    if dry_run:
+        from lockstep.cli.train_run import show_plan
+        from lockstep.report.safe_console import SafeConsole
+
+        raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus, parent))
+    if config is None or config.report.console:
+        events.progress(f"{_described(config, resume, parent)}: loading libraries")
+    agent = _prepared_agent(config, resume, values) if context.obj == OWN_PROCESS else None
+    # Imported only now, so that a misspelt key is reported without the seconds that importing torch takes.
+    from lockstep.cli.train_run import run_training
+
+    raise typer.Exit(run_training(config, resume, values, agent, parent, events))
+
+
+def _check_options(
+    *, stored: bool, resumes: bool, parent: str | None, dry_run: bool, gpus: int | None, submit: str | None
+) -> None:
+    """Raises BadParameter if options exclude each other.
+
+    Args:
+        stored: whether the run to resume is in a store.
+        resumes: whether a run is resumed.
+    """
     if stored and (submit is not None or dry_run):
         raise typer.BadParameter("a run in a store cannot be resumed with --submit or --dry-run: restore it first",
                                  param_hint="--resume")  # fmt: skip
@@ -82,53 +117,43 @@ def command(
         raise typer.BadParameter("requires --dry-run: a real run uses the GPUs of its host", param_hint="--gpus")
     if submit is not None and dry_run:
         raise typer.BadParameter("cannot be combined with --dry-run, which starts nothing", param_hint="--submit")
-    if parent is not None and (resume_from is not None or submit is not None):
+    if parent is not None and (resumes or submit is not None):
         raise typer.BadParameter("cannot be combined with --resume or --submit", param_hint="--from")
-    values, events = list(overrides or []), open_event_log(log_format, "submit" if submit else "controller")
-    if (resume_from is not None or parent is not None) and file is not None and "=" in file:
-        values.insert(0, file)
-        file = None
+
+
+def _read_config(file: Path, overrides: list[str], events: CommandEvents) -> "RunConfig":
+    """The config in the file. Exits if it is invalid."""
+    from lockstep.config.errors import ConfigError
+    from lockstep.config.loader import load_config
+
     try:
-        config = load_config(Path(file), values) if file is not None else None
+        return load_config(file, overrides)
     except ConfigError as error:
-        show_refusal(error, events)
+        events.refuse(error)
         raise typer.Exit(REFUSED) from error
-    require_extra("train", "lockstep train", events)
-    if resume_from is not None and stored:
-        resume = _restored(resume_from, values, events)
-    if submit is not None:
-        from lockstep.cli.train_submit import submit_run
-
-        raise typer.Exit(submit_run(submit, config, resume, values, events))
-    if not dry_run and (config is None or config.report.console):
-        show_progress(f"{_described(config, resume, parent)}: loading libraries", events)
-    agent = None
-    chosen = _stored_config(resume, values) if config is None and resume is not None else config
-    if chosen is not None and not dry_run and context.obj == OWN_PROCESS:
-        from lockstep.run.planning.worker_preload import preload_and_prepare_agent
-
-        agent = preload_and_prepare_agent(chosen)
-    # Imported only now, so that a misspelt key is reported without the seconds that importing torch takes.
-    from lockstep.cli.train_run import run_training, show_plan
-
-    if dry_run:
-        from lockstep.report.safe_console import SafeConsole
-
-        raise typer.Exit(show_plan(config, resume, values, SafeConsole(), gpus, parent))
-    raise typer.Exit(run_training(config, resume, values, agent, parent, events))
 
 
-def _restored(url: str, overrides: list[str], events: EventLog | None) -> Path:
+def _restored(url: str, overrides: list[str], events: CommandEvents) -> Path:
     """Makes the folder of a run from its store, and returns it. Exits if it cannot be."""
     from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.store.restore import restore_run
 
     parents = [Path(each.removeprefix("folder=")) for each in overrides if each.startswith("folder=")]
     try:
-        return restore_run(url, parents[-1] if parents else None, lambda text: show_progress(text, events))
+        return restore_run(url, parents[-1] if parents else None, events.progress)
     except (LedgerError, OSError) as error:
-        show_refusal(error, events)
+        events.refuse(error)
         raise typer.Exit(REFUSED) from error
+
+
+def _prepared_agent(config: "RunConfig | None", resume: Path | None, overrides: list[str]) -> "PreparedAgent | None":
+    """A process that loads the run's libraries and becomes its agent; None if the config is not known yet."""
+    chosen = _stored_config(resume, overrides) if config is None and resume is not None else config
+    if chosen is None:
+        return None
+    from lockstep.run.planning.worker_preload import preload_and_prepare_agent
+
+    return preload_and_prepare_agent(chosen)
 
 
 def _stored_config(run: Path, overrides: list[str]) -> "RunConfig | None":

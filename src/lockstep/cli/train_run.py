@@ -12,8 +12,8 @@ from rich.table import Table
 
 from lockstep.base.text import count_noun
 from lockstep.cli.failure_message import show_failure, show_interruption
-from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_progress, show_refusal
-from lockstep.cluster.placement.assignment import group_alike
+from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED
+from lockstep.cluster.placement.assignment import Assignment, group_alike
 from lockstep.cluster.placement.bundles import abbreviate_names, make_bundles
 from lockstep.config.cluster import PlacementConfig
 from lockstep.config.loader import apply_overrides, check_config
@@ -21,8 +21,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.models.model_facts import ModelFacts
 from lockstep.recipes import train
-from lockstep.report.json_console import EventLog
-from lockstep.report.safe_console import SafeConsole
+from lockstep.report.command_events import TERMINAL, CommandEvent, CommandEvents
 from lockstep.run.errors import Interrupted, RunFinished, RunRefused
 from lockstep.run.planning.parent_run import parent_config, split_parent
 from lockstep.run.planning.prepare import DryRun, PreparedRun, dry_run, prepare_run
@@ -41,16 +40,16 @@ def run_training(
     overrides: Sequence[str],
     agent: PreparedAgent | None = None,
     parent: str | None = None,
-    events: EventLog | None = None,
+    events: CommandEvents = TERMINAL,
 ) -> int:
     """Runs the training and returns the exit code. A resumed run continues in the folder in which it began.
 
     Args:
         agent: a process that waits to become the agent of a run on this host.
-        events: where to report as JSON; text is printed if None.
+        events: where to report.
     """
     if config is None or config.report.console:
-        show_progress("checking model, data and rewards", events)
+        events.progress("checking model, data and rewards")
     with ExitStack() as stack:
 
         def prepare() -> PreparedRun:
@@ -68,17 +67,16 @@ def run_training(
 
 def _train_prepared(prepared: PreparedRun) -> int:
     events, assignment = prepared.events, prepared.plan.assignment
-    if assignment is not None and events is None:
-        SafeConsole(stderr=True).print(_placement_table(prepared.plan, prepared.config.placement))
-    elif assignment is not None and events is not None:
+    if assignment is not None:
         rows = [dict(zip(_PLACEMENT_COLUMNS, row, strict=True)) for row in assignment.rows()]
-        events.write("placement", f"placement on {count_noun(len(rows), 'node')}", nodes=rows)
+        text, table = f"placement on {count_noun(len(rows), 'node')}", _assignment_table(assignment)
+        events.report(CommandEvent("placement", text, table, fields={"nodes": rows}))
     if prepared.config.report.console:
-        show_progress(f"starting {abbreviate_names([each.name for each in prepared.plan.processes])}", events)
+        events.progress(f"starting {abbreviate_names([each.name for each in prepared.plan.processes])}")
     try:
         train(prepared)
     except RunRefused as error:
-        show_refusal(error, events)
+        events.refuse(error)
         return REFUSED
     except (Interrupted, KeyboardInterrupt):
         show_interruption(prepared.folder, events)
@@ -130,7 +128,7 @@ def _start_point(
     resume: Path | None,
     overrides: Sequence[str],
     parent: str | None,
-    events: EventLog | None = None,
+    events: CommandEvents = TERMINAL,
 ) -> tuple[Path | None, Config, str | None]:
     """Returns the run to resume, the config, and the checkpoint of another run to start from. A run that takes its
     config from another run, or from its own past, continues in that run's working folder."""
@@ -144,29 +142,29 @@ def _start_point(
     return (None if resume is None else _enter_working_folder(stack, resume, events)), config, place
 
 
-def _enter_working_folder(stack: ExitStack, run: Path, events: EventLog | None) -> Path:
+def _enter_working_folder(stack: ExitStack, run: Path, events: CommandEvents) -> Path:
     """Changes to the folder in which a run began; returns the run's folder from there."""
     before = Path.cwd()
     found = stack.enter_context(in_working_folder(run))
     if Path.cwd() != before:
-        show_note(f"relative paths in the config refer to {Path.cwd()}, where the run began", events)
+        events.note(f"relative paths in the config refer to {Path.cwd()}, where the run began")
     return found
 
 
-def _prepare_or_exit_code(prepare: Callable[[], PlanOrRun], events: EventLog | None = None) -> PlanOrRun | int:
+def _prepare_or_exit_code(prepare: Callable[[], PlanOrRun], events: CommandEvents = TERMINAL) -> PlanOrRun | int:
     """Prepares the run and shows its notes; if nothing can be started, says why and returns the exit code."""
     try:
         found = prepare()
     except RunFinished as done:
-        show_note(str(done), events)
+        events.note(str(done))
         return 0
     except (RunRefused, LedgerError, ValueError, OSError) as error:
-        show_refusal(error, events)
+        events.refuse(error)
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     for note in found.notes:
-        show_note(note, events)
+        events.note(note)
     return found
 
 
@@ -198,12 +196,7 @@ def _process_table(plan: RunPlan) -> Table:
 def _placement_table(plan: RunPlan, placement: PlacementConfig) -> Table:
     """The node of each process, or the bundles to reserve when the nodes are not known."""
     if plan.assignment is not None:
-        table = Table(title="placement", title_justify="left", box=None, pad_edge=False)
-        for column in _PLACEMENT_COLUMNS:
-            table.add_column(column)
-        for row in plan.assignment.rows():
-            table.add_row(*row)
-        return table
+        return _assignment_table(plan.assignment)
     title = "bundles, each on one node" + (" (the nodes are in use now)" if plan.busy else "")
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("processes", "bundles", "each needs"):
@@ -211,6 +204,15 @@ def _placement_table(plan: RunPlan, placement: PlacementConfig) -> Table:
     for group in group_alike(make_bundles(plan.wanted, placement)):
         names = abbreviate_names([name for bundle in group for name in bundle.processes])
         table.add_row(names, str(len(group)), group[0].needs())
+    return table
+
+
+def _assignment_table(assignment: Assignment) -> Table:
+    table = Table(title="placement", title_justify="left", box=None, pad_edge=False)
+    for column in _PLACEMENT_COLUMNS:
+        table.add_column(column)
+    for row in assignment.rows():
+        table.add_row(*row)
     return table
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from lockstep.base.folders import scratch_dir
 from lockstep.base.secrets import is_secret_name, secret_kind
 from lockstep.base.text import terminal_safe
-from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_refusal
+from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED
 from lockstep.cluster.ray.ray_jobs import RayJob, RayJobResult, SubmissionError, follow_job, submit_job
 from lockstep.cluster.worker_environment import ForwardedEnvironment, forward_environment, without_secrets
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.run_config import RunConfig
-from lockstep.report.json_console import EventLog, LogFormat
+from lockstep.report.command_events import TERMINAL, CommandEvents, LogFormat
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.ray_package import CONFIG_FILE, build_ray_package
 
@@ -26,7 +26,7 @@ def submit_run(
     config: RunConfig | None,
     resume: Path | None,
     overrides: Sequence[str],
-    events: EventLog | None = None,
+    events: CommandEvents = TERMINAL,
 ) -> int:
     """Submits the run, follows its log and returns its exit code.
 
@@ -37,21 +37,19 @@ def submit_run(
         job = _submit_job(address, config, resume, overrides, requested.append, events)
     except KeyboardInterrupt:
         for job in requested[-1:]:
-            show_note(
-                f"job {job.id} may have been submitted. Follow it: {job.follow_again()}; stop it: {job.stop()}", events
-            )
+            events.note(f"job {job.id} may have been submitted. Follow it: {job.follow_again()}; stop it: {job.stop()}")
         return INTERRUPTED
     except (RunRefused, SubmissionError, OSError) as error:
-        show_refusal(error, events)
+        events.refuse(error)
         return REFUSED
-    show_note(f"submitted job {job.id} to {job.address}", events)
+    events.note(f"submitted job {job.id} to {job.address}")
     try:
         return _exit_code(follow_job(job, _write_log), events)
     except KeyboardInterrupt:
-        show_note(f"the job continues. Follow it: {job.follow_again()}; stop it: {job.stop()}", events)
+        events.note(f"the job continues. Follow it: {job.follow_again()}; stop it: {job.stop()}")
         return INTERRUPTED
     except SubmissionError as error:
-        show_note(f"lost contact with the job: {error}. Follow it again: {job.follow_again()}", events)
+        events.note(f"lost contact with the job: {error}. Follow it again: {job.follow_again()}")
         return FAILED
 
 
@@ -61,9 +59,9 @@ def _submit_job(
     resume: Path | None,
     overrides: Sequence[str],
     on_request: Callable[[RayJob], None],
-    events: EventLog | None,
+    events: CommandEvents,
 ) -> RayJob:
-    options = [] if events is None else ["--log-format", LogFormat.json.value]
+    options = [] if events.log_format is LogFormat.text else ["--log-format", events.log_format.value]
     if resume is not None and not resume.is_absolute():
         raise RunRefused(f"--resume {resume} must be the absolute path of the run folder on the cluster")
     if config is None:
@@ -79,7 +77,7 @@ def _submit_job(
     with scratch_dir("lockstep-submit-") as folder:
         package = build_ray_package(config, folder)
         if package.absolute_paths:
-            show_note(f"not uploaded, so these must exist on the cluster: {', '.join(package.absolute_paths)}", events)
+            events.note(f"not uploaded, so these must exist on the cluster: {', '.join(package.absolute_paths)}")
         words = [
             "python",
             "-m",
@@ -103,12 +101,12 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
             )
 
 
-def _require_ray(config: RunConfig, events: EventLog | None) -> RunConfig:
+def _require_ray(config: RunConfig, events: CommandEvents) -> RunConfig:
     if config.cluster.kind == "ray":
         return config
     if "cluster" in config.model_fields_set:
         raise RunRefused("--submit runs on a Ray cluster, but cluster.kind is local: set cluster=ray")
-    show_note("using cluster=ray: the run is submitted to a Ray cluster, and its config names no cluster", events)
+    events.note("using cluster=ray: the run is submitted to a Ray cluster, and its config names no cluster")
     return config.model_copy(update={"cluster": RayClusterConfig()})
 
 
@@ -121,11 +119,11 @@ def _job_environment(cluster: RayClusterConfig) -> ForwardedEnvironment:
     return ForwardedEnvironment(values, given.kept_back | {"PYTHONPATH": _WHY_NO_PYTHONPATH})
 
 
-def _show_forwarded(given: ForwardedEnvironment, events: EventLog | None) -> None:
+def _show_forwarded(given: ForwardedEnvironment, events: CommandEvents) -> None:
     if given.values:
-        show_note(f"forwarding these variables of this shell: {', '.join(given.values)}", events)
+        events.note(f"forwarding these variables of this shell: {', '.join(given.values)}")
     for name, why in given.kept_back.items():
-        show_note(f"not forwarding {name}: {why}", events)
+        events.note(f"not forwarding {name}: {why}")
 
 
 def _write_log(text: str) -> None:
@@ -133,12 +131,12 @@ def _write_log(text: str) -> None:
     sys.stdout.flush()
 
 
-def _exit_code(ended: RayJobResult, events: EventLog | None) -> int:
+def _exit_code(ended: RayJobResult, events: CommandEvents) -> int:
     if ended.status == "STOPPED":
-        show_note("the job was stopped", events)
+        events.note("the job was stopped")
         return INTERRUPTED
     if ended.status == "FAILED":
         why = ended.message.partition(", last available logs")[0]  # the log was already shown
-        show_note(f"the job failed: {' '.join(why.split())[:500]}", events)
+        events.note(f"the job failed: {' '.join(why.split())[:500]}")
         return ended.exit_code if ended.exit_code is not None and ended.exit_code > 0 else FAILED
     return 0

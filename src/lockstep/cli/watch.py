@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from lockstep.cli.terminal import LogFormatOption, show_refusal
-from lockstep.report.json_console import EventLog, LogFormat, open_event_log
-from lockstep.report.safe_console import SafeConsole
+from lockstep.cli.terminal import LogFormatOption
+from lockstep.report.command_events import CommandEvent, CommandEvents, LogFormat, open_events
 from lockstep.report.warning_handler import WarningHandler
 
 if TYPE_CHECKING:
@@ -68,9 +67,9 @@ def command(
     from lockstep.watch.supervisor.incident import make_incident_root
     from lockstep.watch.supervisor.multi_node import SupervisorEndpoint
 
-    events = open_event_log(log_format, "watch")
-    console = _WatchConsole(events)
-    logging.getLogger().addHandler(WarningHandler(console.show_problem))
+    events = open_events(log_format, "watch")
+    reports = _WatchReports(events)
+    logging.getLogger().addHandler(WarningHandler(reports.show_problem))
 
     thresholds = StallThresholds(notice_s=notice_after, still_s=confirm_after)
     try:
@@ -78,43 +77,37 @@ def command(
         if incidents.is_symlink() or incidents.exists():
             make_incident_root(incidents)  # another user may have made it
     except (ValueError, OSError) as error:
-        show_refusal(error, events)
+        events.refuse(error)
         raise typer.Exit(2) from None
     name, file = Path(words[0]).name, None if communication is None else communication.absolute()
     watched = WatchedCommand(words, incidents, on_stall.value, thresholds, name, node, endpoint, file)
     try:
-        code = run_watched(watched, console.show_verdict, console.show_problem)
+        code = run_watched(watched, reports.show_verdict, reports.show_problem)
     except CommandNotStarted as error:
-        show_refusal(error, events)
+        events.refuse(error)
         raise typer.Exit(error.code) from None
     raise typer.Exit(code)
 
 
-class _WatchConsole:
-    """Reports on standard error, or as events, while the command runs."""
+class _WatchReports:
+    """Reports on the command while it runs."""
 
-    def __init__(self, events: EventLog | None) -> None:
-        self._console, self._events = SafeConsole(stderr=True, soft_wrap=True), events
-        self._shown: set[str] = set()
+    def __init__(self, events: CommandEvents) -> None:
+        self._events = events
+        self._judged: set[str] = set()
         """Incidents whose environment was judged."""
 
     def show_verdict(self, event: "SupervisorEvent") -> None:
         """Reports a verdict, and once what of the environment may have caused its incident."""
-        if self._events is not None:
-            _write_verdict(self._events, event)
-        else:
-            self._console.print(_verdict_line(event))
-        if event.incident is not None and event.incident not in self._shown:
-            self._shown.add(event.incident)
+        self._events.report(_verdict(event))
+        if event.incident is not None and event.incident not in self._judged:
+            self._judged.add(event.incident)
             if text := _environment_findings(Path(event.incident)):
                 self.show_problem(f"environment: {text}")
 
     def show_problem(self, text: str) -> None:
         """Reports a warning."""
-        if self._events is not None:
-            self._events.write("warning", text, "warning")
-        else:
-            self._console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
+        self._events.report(CommandEvent("warning", text, f"[yellow]lockstep watch:[/] {escape(text)}", "warning"))
 
 
 def _environment_findings(incident: Path) -> str:
@@ -123,19 +116,15 @@ def _environment_findings(incident: Path) -> str:
     return findings_sentence(write_incident_findings(incident))
 
 
-def _write_verdict(events: EventLog, event: "SupervisorEvent") -> None:
-    withdrawn = event.change == "withdrawn"
-    level = "info" if withdrawn else "warning" if event.level == "notice" else "error"
-    message = f"recovered: {event.headline}" if withdrawn else f"{event.level}: {event.headline}"
-    events.write(
-        "verdict", message, level, number=event.number, change=event.change, verdict_level=event.level,
-        kind=event.verdict["kind"], culprits=list(event.who), seconds=round(event.since_s, 3), incident=event.incident,
-    )  # fmt: skip
-
-
-def _verdict_line(event: "SupervisorEvent") -> str:
-    color = {"notice": "yellow", "confirmed": "red", "act": "red"}[event.level]
+def _verdict(event: "SupervisorEvent") -> CommandEvent:
     if event.change == "withdrawn":
-        return f"[green]lockstep watch:[/] recovered: {escape(event.headline)}"
-    where = f" [dim]({escape(event.incident)})[/]" if event.incident else ""
-    return f"[{color}]lockstep watch:[/] {event.level}: {escape(event.headline)}{where}"
+        level, color, message, where = "info", "green", f"recovered: {event.headline}", None
+    else:
+        level, color = ("warning", "yellow") if event.level == "notice" else ("error", "red")
+        message, where = f"{event.level}: {event.headline}", event.incident
+    folder = f" [dim]({escape(where)})[/]" if where else ""
+    fields = {
+        "number": event.number, "change": event.change, "verdict_level": event.level, "kind": event.verdict["kind"],
+        "culprits": list(event.who), "seconds": round(event.since_s, 3), "incident": event.incident,
+    }  # fmt: skip
+    return CommandEvent("verdict", message, f"[{color}]lockstep watch:[/] {escape(message)}{folder}", level, fields)

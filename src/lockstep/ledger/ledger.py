@@ -24,7 +24,7 @@ from typing import Any
 
 from lockstep.base.folders import check_no_links, create_file, make_folder, make_scratch_dir, set_access
 from lockstep.data.samples import Completion, Rollouts
-from lockstep.ledger import json_values, metric_blocks, partial_rollouts, sqlite_index
+from lockstep.ledger import json_values, load_blocks, metric_blocks, partial_rollouts, sqlite_index
 from lockstep.ledger.config_changes import ConfigChange, allowed_changes
 from lockstep.ledger.durable_files import RunLock, disk_full_as_ledger_error, fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import FolderExists, OutOfOrder, StepCollected, StepConflict, StepCorrupt
@@ -372,6 +372,7 @@ class Ledger(ReferenceChunks, RankLoadRecords, RunRecords, Retention):
             # If the process is killed before the files are deleted, `recover_folder` deletes them.
             transaction.set_meta(REWINDING, str(step))
             metric_blocks.unpack_from(transaction, done)
+            load_blocks.cut_after(transaction, step)
             for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics", "samples", "loads"):
                 transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
             version = min(int(transaction.execute("SELECT value FROM meta WHERE key = 'published'")[0][0]), done)

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from lockstep.base.text import count_noun
-from lockstep.ledger import json_values
+from lockstep.ledger import json_values, load_blocks
 from lockstep.ledger.errors import IndexDamaged
+from lockstep.ledger.load_blocks import LoadSums
 from lockstep.ledger.sqlite_index import LedgerIndex
 
 SPEED_STEPS = 8
@@ -50,7 +51,7 @@ class RankLoadRow:
     step: int
     role: str
     speeds: list[float] | None
-    loads: RankLoads | None
+    loads: RankLoads
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,11 @@ class RankLoadRecords:
             transaction.put("loads", step=step, role=role, speeds=stored, load="null")
 
     def record_rank_loads(self, step: int, loads: Mapping[str, RankLoads]) -> None:
-        """Stores the loads of a step, by role, and keeps its speeds."""
+        """Stores the loads of a step, by role, and keeps its speeds. A run that trains a thinned step again repeats the
+        steps after it too."""
         with self._index.transaction() as transaction:
+            if transaction.execute("SELECT 1 FROM load_blocks WHERE last >= ?", step):
+                load_blocks.cut_after(transaction, step - 1)
             for role, each in loads.items():
                 found = transaction.execute("SELECT speeds FROM loads WHERE step = ? AND role = ?", step, role)
                 values = json_values.dumps(_rounded(each), "loads")
@@ -94,31 +98,63 @@ class RankLoadRecords:
 
     def rank_speeds(self, step: int, role: str) -> list[float] | None:
         """Returns the speeds that were stored for a step; None if there are none."""
-        return next((each.speeds for each in self._load_rows("WHERE step = ? AND role = ?", step, role)), None)
+        if not self._index.has_table("loads"):
+            return None
+        found = self._index.rows("SELECT speeds FROM loads WHERE step = ? AND role = ?", step, role)
+        return None if not found or found[0][0] == "null" else self._index.parse(found[0][0], list)
 
     def rank_loads(
-        self, role: str | None = None, last: int | None = None, before: int | None = None
+        self, role: str | None = None, last: int | None = None, before: int | None = None, most: int | None = None
     ) -> list[RankLoadRow]:
-        """Returns the rows by step: of one role or all, the last ones, or those of steps before one."""
-        where, values = ["load != 'null'"], list[object]()
-        if role is not None:
-            where.append("role = ?")
-            values.append(role)
-        if before is not None:
-            where.append("step < ?")
-            values.append(before)
-        limit = "" if last is None else f"LIMIT {int(last)}"
-        rows = self._load_rows(f"WHERE {' AND '.join(where)} ORDER BY step DESC, role DESC {limit}", *values)
-        return rows[::-1]
+        """Returns the rows by step. Of the first `thinned_load_steps()` steps, only every tenth one has rows.
 
-    def _load_rows(self, rest: str, *values: object) -> list[RankLoadRow]:
+        Args:
+            role: of this role; of all if None.
+            last: so many last rows.
+            before: of steps before this one.
+            most: of so many steps at most: the last one, and others at even distances.
+        """
         if not self._index.has_table("loads"):
             return []  # a run of a version that measured none
-        found = []
-        for step, role, speeds, load in self._index.rows(f"SELECT step, role, speeds, load FROM loads {rest}", *values):
-            loads = None if load == "null" else self._parse_loads(load)
-            found.append(RankLoadRow(step, role, None if speeds == "null" else self._index.parse(speeds, list), loads))
-        return found
+        bound = 2**62 if before is None else before
+        with self._index.snapshot():
+            stride = 1 if most is None else self._stride(most)
+            where = "WHERE load != 'null' AND step < ? AND role = ifnull(?, role)"
+            newest = "(SELECT max(step) FROM loads WHERE load != 'null')"
+            order = f"ORDER BY step DESC, role DESC {'' if last is None else f'LIMIT {int(last)}'}"
+            sql = f"SELECT step, role, speeds, load FROM loads {where}"
+            rows = self._index.rows(f"{sql} AND (step % ? = 0 OR step = {newest}) {order}", bound, role, stride)
+            if last is None or len(rows) < last:
+                kept = load_blocks.kept_rows(self._index, bound)
+                rows += [row for row in kept if row[1] == (role or row[1]) and row[0] % stride == 0]
+        return [self._load_row(*row) for row in rows[:last][::-1]]
+
+    def thinned_load_steps(self) -> int:
+        """The number of steps from the first on of which only every tenth one has loads; 0 in a short run."""
+        return load_blocks.last_thinned(self._index) + 1
+
+    def rank_load_sums(self) -> dict[str, LoadSums]:
+        """Returns the sums by role over all steps in which it had as many ranks as in its last one."""
+        if not self._index.has_table("loads"):
+            return {}
+        sql = "SELECT role, load FROM loads WHERE load != 'null' ORDER BY step"
+        with self._index.snapshot():
+            sums = load_blocks.block_sums(self._index)
+            for role, load in self._index.rows(sql):
+                sums[role] = load_blocks.added(sums.get(role, []), load_blocks.sums_of_step(load))
+        return {role: found[-1] for role, found in sums.items()}
+
+    def _stride(self, most: int) -> int:
+        """Steps between those of which rows are returned, so that there are at most so many, the last one included."""
+        thinned = self.thinned_load_steps()
+        steps = thinned + self._index.rows("SELECT count(DISTINCT step) FROM loads WHERE load != 'null'")[0][0]
+        unit = load_blocks.THIN if thinned else 1
+        return 1 if steps <= most and not thinned else unit * -(-steps // (unit * max(most - 1, 1)))
+
+    def _load_row(self, step: int, role: str, speeds: str, load: str) -> RankLoadRow:
+        return RankLoadRow(
+            step, role, None if speeds == "null" else self._index.parse(speeds, list), self._parse_loads(load)
+        )
 
     def _parse_loads(self, text: str) -> RankLoads:
         try:
@@ -144,7 +180,7 @@ def relative_paces(loads: RankLoads) -> list[float] | None:
 def measured_speeds(rows: Sequence[RankLoadRow], ranks: int) -> list[float]:
     """Returns the speeds of ranks relative to the fastest, from the medians of their last steps; all 1 if they are
     equally fast, or unknown. It is a pure function of the rows."""
-    known = [each.loads for each in rows if each.loads is not None and len(each.loads.work_s) == ranks]
+    known = [each.loads for each in rows if len(each.loads.work_s) == ranks]
     paces = [found for each in known if (found := relative_paces(each)) is not None][-SPEED_STEPS:]
     if len(paces) < FEWEST_STEPS:
         return [1.0] * ranks
@@ -164,7 +200,7 @@ def slow_ranks(rows: Sequence[RankLoadRow]) -> list[SlowRank]:
     """
     found = []
     for role in dict.fromkeys(each.role for each in rows):
-        of_role = [each.loads for each in rows if each.role == role and each.loads is not None]
+        of_role = [each.loads for each in rows if each.role == role]
         ranks = len(of_role[-1].work_s) if of_role else 0
         paces = [each for loads in of_role if (each := relative_paces(loads)) is not None and len(each) == ranks]
         paces = paces[-REMARK_STEPS:]

@@ -5,7 +5,8 @@ Nothing that recovery may need is deleted: step files after the second newest ch
 
 from pathlib import Path
 
-from lockstep.ledger import json_values, metric_blocks
+from lockstep.ledger import json_values, load_blocks, metric_blocks
+from lockstep.ledger.rank_loads import REMARK_STEPS
 from lockstep.ledger.sqlite_index import CheckpointRow, LedgerIndex
 
 DELETED_EVENT = "steps_deleted"
@@ -70,10 +71,15 @@ class Retention:
         return not self._index.rows("SELECT 1 FROM steps WHERE step > ? AND removed", step)
 
     def compact(self, most: int = MAX_BLOCKS) -> int:
-        """Compacts the metrics of steps up to the second newest checkpoint, in at most so many blocks. Returns how many
-        were made. Readers get the same rows as before."""
+        """Compacts the metrics of steps up to the second newest checkpoint, in at most so many blocks, and thins the
+        loads of ranks of as many steps. Returns how many blocks of metrics were made. Readers get the same metrics as
+        before; of the loads, those of some steps and the sums. The loads from which speeds are measured, if training
+        resumes from that checkpoint, stay as they are."""
         checkpoints = self.checkpoints()
         if len(checkpoints) < 2:
             return 0
         with self._index.transaction() as transaction:
-            return metric_blocks.compact(transaction, checkpoints[-2].step + 1, most)
+            before = checkpoints[-2].step + 1
+            many = -(-most * metric_blocks.BLOCK_STEPS // load_blocks.BLOCK_STEPS)
+            load_blocks.compact(transaction, before - REMARK_STEPS, many)
+            return metric_blocks.compact(transaction, before, most)

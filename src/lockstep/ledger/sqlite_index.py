@@ -44,18 +44,18 @@ CREATE TABLE metrics (step INTEGER PRIMARY KEY, "values" TEXT NOT NULL, generati
 CREATE TABLE events (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, fields TEXT NOT NULL, generation INTEGER NOT NULL,
   at REAL NOT NULL);
 """
-_DRAWS_TABLE = """
-CREATE TABLE IF NOT EXISTS draws (step INTEGER NOT NULL, round INTEGER NOT NULL, start INTEGER NOT NULL,
-  count INTEGER NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, round)) WITHOUT ROWID"""
-_SAMPLES_TABLE = """
-CREATE TABLE IF NOT EXISTS samples (step INTEGER PRIMARY KEY, samples TEXT NOT NULL, generation INTEGER NOT NULL,
-  at REAL NOT NULL)"""
-_LOADS_TABLE = """
-CREATE TABLE IF NOT EXISTS loads (step INTEGER NOT NULL, role TEXT NOT NULL, speeds TEXT NOT NULL, load TEXT NOT NULL,
-  generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, role)) WITHOUT ROWID"""
-_BLOCKS_TABLE = """
-CREATE TABLE IF NOT EXISTS metric_blocks (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, count INTEGER NOT NULL,
-  sums TEXT NOT NULL, thin BLOB NOT NULL, rows BLOB NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL)"""
+_LATER_TABLES = (
+    """draws (step INTEGER NOT NULL, round INTEGER NOT NULL, start INTEGER NOT NULL, count INTEGER NOT NULL,
+  generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, round)) WITHOUT ROWID""",
+    "samples (step INTEGER PRIMARY KEY, samples TEXT NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL)",
+    """loads (step INTEGER NOT NULL, role TEXT NOT NULL, speeds TEXT NOT NULL, load TEXT NOT NULL,
+  generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, role)) WITHOUT ROWID""",
+    """metric_blocks (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, count INTEGER NOT NULL, sums TEXT NOT NULL,
+  thin BLOB NOT NULL, rows BLOB NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL)""",
+    """load_blocks (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, sums BLOB NOT NULL, rows BLOB NOT NULL,
+  generation INTEGER NOT NULL, at REAL NOT NULL)""",
+)
+"""Tables that runs of earlier versions lack."""
 # sqlite.org/rescode.html: errors of writes without room on the disk, or beyond the process's file size limit.
 _FULL_CODES = {
     sqlite3.SQLITE_FULL,
@@ -186,9 +186,8 @@ class LedgerIndex:
                 connection.execute(f"PRAGMA journal_mode = {journal_mode_for(path.parent)}")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("BEGIN IMMEDIATE")
-                # Runs of earlier versions lack them.
-                for table in (_DRAWS_TABLE, _SAMPLES_TABLE, _LOADS_TABLE, _BLOCKS_TABLE):
-                    connection.execute(table)
+                for table in _LATER_TABLES:
+                    connection.execute(f"CREATE TABLE IF NOT EXISTS {table}")
                 generation = _read_number(path, connection, "generation") + 1
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (str(generation),))
                 connection.execute("COMMIT")

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from lockstep.base.text import count_noun, format_duration
 from lockstep.ledger.sqlite_index import CompletionSample
+from lockstep.report.command_events import LINE_S, WAIT_S
 from lockstep.report.completion_samples import sample_text
-from lockstep.report.json_console import LINE_S, WAIT_S
 from lockstep.report.safe_console import SafeConsole
 from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow

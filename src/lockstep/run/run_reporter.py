@@ -22,9 +22,9 @@ from lockstep.ledger.rank_loads import SlowRank
 from lockstep.ledger.run_incidents import incidents_of, incidents_summary
 from lockstep.ledger.sqlite_index import CompletionSample
 from lockstep.ledger.step_samples import choose_samples
+from lockstep.report.command_events import TERMINAL, CommandEvents
 from lockstep.report.completion_samples import shortened_sample
-from lockstep.report.json_console import EventLog, JsonConsole
-from lockstep.report.live_console import LiveConsole, RunConsole, beacon_activity
+from lockstep.report.live_console import RunConsole, beacon_activity
 from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
 from lockstep.report.run_summary import package_versions, write_summary
 from lockstep.report.warning_handler import WarningHandler
@@ -114,23 +114,17 @@ class RunReporter:
     """Reports what happens in a run to the console and the metric sinks. All of it is in the ledger as well.
 
     Args:
-        events: a console of JSON objects; the console writes text if None.
+        events: where the command reports.
     """
 
     def __init__(
-        self, config: RunConfig, folder: Path, ledger: Ledger, run_id: str, events: EventLog | None = None
+        self, config: RunConfig, folder: Path, ledger: Ledger, run_id: str, events: CommandEvents = TERMINAL
     ) -> None:
         self.config, self.folder, self.ledger = config, folder, ledger
         self.stages = StageTimers()
-        name, steps, quiet = config.name, config.steps, not config.report.console
-        self.console: RunConsole = (
-            LiveConsole(
-                name, folder, steps, quiet=quiet, lines_every=config.report.lines_every,
-                lines_every_s=config.report.lines_every_s, activity=lambda: beacon_activity(run_id),
-            )
-            if events is None
-            else JsonConsole(events, name, folder, steps, quiet=quiet)
-        )  # fmt: skip
+        self.console: RunConsole = events.open_run_console(
+            config.name, folder, config.steps, config.report, lambda: beacon_activity(run_id)
+        )
         self.verdicts = VerdictHandler(self.console, ledger)
         self.worker_activity: Callable[[str], str] = lambda name: ""
         """Describes what the worker of that name is doing."""

@@ -5,6 +5,7 @@ import typer
 
 from lockstep.cli import terminal
 from lockstep.config.errors import ConfigError, ConfigProblem
+from lockstep.report.command_events import TERMINAL
 
 
 def test_a_missing_extra_is_reported_with_the_command_that_installs_it(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
@@ -27,10 +28,10 @@ SECRET = "wolf-and-moon-17"
 @pytest.mark.parametrize(
     "show",
     [
-        terminal.show_note,
-        terminal.show_progress,
-        lambda text: terminal.show_refusal(ValueError(text)),
-        lambda text: terminal.show_refusal(ConfigError(text, [ConfigProblem("model", text, text)])),
+        TERMINAL.note,
+        TERMINAL.progress,
+        lambda text: TERMINAL.refuse(ValueError(text)),
+        lambda text: TERMINAL.refuse(ConfigError(text, [ConfigProblem("model", text, text)])),
     ],
     ids=["note", "progress", "refusal", "config"],
 )

@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ledger_helpers import CONFIG, make_rollouts
 
-from lockstep.ledger import Ledger, metric_blocks
+from lockstep.ledger import Ledger, load_blocks, metric_blocks, retention
 from lockstep.ledger.errors import IndexDamaged, LedgerError, NotARun
 from lockstep.ledger.rank_loads import RankLoads
+
+OTHER_SUMS = b'{"policy": [{"steps": 1}]}'
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     with Ledger.create(folder, CONFIG) as ledger, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(metric_blocks, "BLOCK_STEPS", 1)
+        monkeypatch.setattr(load_blocks, "BLOCK_STEPS", 1)
+        monkeypatch.setattr(retention, "REMARK_STEPS", 0)
         for step in range(3):
             ledger.record_rollouts(step, make_rollouts(step))
             ledger.record_metrics(step, {"loss": 1.0})
@@ -36,7 +40,7 @@ def read_all(folder: Path) -> None:
     with Ledger.reader(folder) as ledger:
         ledger.config(), ledger.events(), ledger.commits(), ledger.metrics_rows(), ledger.evaluations()
         ledger.metric_totals(100), ledger.newest_metrics("none", 100), ledger.metrics_rows(most=10)
-        ledger.rank_loads()
+        ledger.rank_loads(), ledger.rank_loads(most=2), ledger.rank_load_sums()
         ledger.collected_steps(), ledger.steps_done()
 
 
@@ -79,6 +83,10 @@ def test_damage_names_the_file(whole: Path, tmp_path: Path, damage, kind) -> Non
         "UPDATE metric_blocks SET rows = x'00'", "UPDATE metric_blocks SET rows = 'text'",
         f"UPDATE metric_blocks SET rows = x'{zlib.compress(b'[1]').hex()}'",
         f"UPDATE metric_blocks SET rows = x'{zlib.compress(b'[').hex()}'", "UPDATE metric_blocks SET sums = '[1]'",
+        "UPDATE load_blocks SET rows = x'00'", "UPDATE load_blocks SET sums = 'text'",
+        f"UPDATE load_blocks SET rows = x'{zlib.compress(b'[1]').hex()}'",
+        f"UPDATE load_blocks SET sums = x'{zlib.compress(b'[1]').hex()}'",
+        f"UPDATE load_blocks SET sums = x'{zlib.compress(OTHER_SUMS).hex()}'",
         "UPDATE loads SET load = '{'", "UPDATE loads SET load = '{\"x\": [1]}'", "UPDATE loads SET load = '[1]'",
     ],
 )  # fmt: skip

@@ -1,5 +1,9 @@
 """Loads of ranks in the ledger, the speeds that follow from them, and the remark about a slow rank."""
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.arrangement.rank_arrangement import normalised_speeds
 from lockstep.ledger import Ledger
-from lockstep.ledger.rank_loads import RankLoadRow, RankLoads, measured_speeds, slow_ranks
+from lockstep.ledger.rank_loads import REMARK_STEPS, RankLoadRow, RankLoads, measured_speeds, slow_ranks
 
 
 def rows(work: np.ndarray, cost: np.ndarray | None = None) -> list[RankLoadRow]:
@@ -104,3 +108,136 @@ def test_even_a_rank_that_hardly_moves_has_a_positive_speed() -> None:
     speeds = measured_speeds(rows(work), 2)
     assert speeds[0] == 1.0 and speeds[1] > 0
     assert normalised_speeds(speeds, 2) is not None
+
+
+RANKS = 4
+
+
+def long_run(ledger: Ledger, steps: int, ranks: int = RANKS) -> list[RankLoads]:
+    """Steps with loads of random sizes, and checkpoints at the end and two steps before."""
+    random = np.random.default_rng(7)
+    stored = []
+    for step in range(len(ledger.rank_loads()), steps):
+        work, blocked, memory = (np.round(random.uniform(1, 9, ranks), 3).tolist() for _ in range(3))
+        tokens = random.integers(1000, 9999, ranks).tolist()
+        loads = RankLoads(work, blocked, memory, tokens, [float(each) for each in tokens])
+        ledger.record_rank_speeds(step, "policy", [1.0] * ranks)
+        ledger.record_rank_loads(step, {"policy": loads})
+        stored.append(loads)
+    ledger.record_checkpoint(steps - 3, Path("/checkpoints/a"))
+    ledger.record_checkpoint(steps - 1, Path("/checkpoints/b"))
+    return stored
+
+
+def test_a_long_run_keeps_every_tenth_step_and_all_sums(ledger: Ledger) -> None:
+    stored = long_run(ledger, 467)
+    before, rows = ledger.rank_load_sums()["policy"], ledger.rank_loads()
+    assert ledger.thinned_load_steps() == 0 and len(rows) == 467
+    ledger.compact()
+    # The second newest checkpoint is after 465 steps; 64 steps before it stay.
+    assert ledger.thinned_load_steps() == 400
+    kept = ledger.rank_loads()
+    assert [each.step for each in kept] == [*range(0, 400, 10), *range(400, 467)]
+    assert kept == [each for each in rows if each.step in {row.step for row in kept}], "they are as they were"
+    sums = ledger.rank_load_sums()["policy"]
+    assert sums.steps == before.steps == 467 and sums.known == [True] * RANKS
+    for name in ("work_s", "blocked_s", "tokens"):
+        expected = np.sum([getattr(each, name) for each in stored], axis=0)
+        assert getattr(sums, name) == pytest.approx(expected.tolist(), rel=1e-3), name
+        assert getattr(sums, name) == pytest.approx(getattr(before, name), rel=1e-12), name
+    assert sums.memory == before.memory
+    with Ledger.reader(ledger.folder) as reader:
+        assert reader.rank_loads() == kept and reader.rank_load_sums()["policy"] == sums
+
+
+def test_what_remarks_and_speeds_need_is_never_thinned(ledger: Ledger) -> None:
+    long_run(ledger, 467)
+    known = {step: ledger.rank_loads("policy", REMARK_STEPS, before=step) for step in (465, 466, 467)}
+    ledger.compact()
+    assert {step: ledger.rank_loads("policy", REMARK_STEPS, before=step) for step in known} == known
+    assert ledger.rank_speeds(465, "policy") == [1.0] * RANKS
+    assert [each.step for each in ledger.rank_loads("policy", 5, before=402)] == [370, 380, 390, 400, 401]
+    assert ledger.rank_loads("critic") == []
+
+
+def test_some_steps_are_chosen_at_even_distances(ledger: Ledger) -> None:
+    long_run(ledger, 467)
+    assert [each.step for each in ledger.rank_loads(most=5)] == [0, 117, 234, 351, 466]
+    ledger.compact()
+    assert [each.step for each in ledger.rank_loads(most=5)] == [0, 120, 240, 360, 466], "what is kept decides"
+    assert [each.step for each in ledger.rank_loads(most=40)] == [*range(0, 467, 20), 466]
+    assert len(ledger.rank_loads(most=1000)) == 48, "as far apart as the steps that are kept"
+
+
+def test_rewinding_into_thinned_steps_keeps_sums_in_proportion(ledger: Ledger) -> None:
+    long_run(ledger, 467)
+    ledger.compact()
+    whole = ledger.rank_load_sums()["policy"]
+    ledger.rewind(250)
+    assert ledger.thinned_load_steps() == 250
+    assert [each.step for each in ledger.rank_loads()] == list(range(0, 250, 10))
+    sums = ledger.rank_load_sums()["policy"]
+    assert sums.steps == 250 and sums.work_s == pytest.approx([each * 250 / 467 for each in whole.work_s], rel=0.1)
+    for step in range(250, 467):
+        loads = RankLoads([1.0] * RANKS, [1.0] * RANKS, [1.0] * RANKS, [1] * RANKS, [1.0] * RANKS)
+        ledger.record_rank_loads(step, {"policy": loads})
+    ledger.record_checkpoint(464, Path("/checkpoints/a"))
+    ledger.record_checkpoint(466, Path("/checkpoints/b"))
+    ledger.compact()
+    again = ledger.rank_load_sums()["policy"]
+    assert again.steps == 467 and again.work_s == pytest.approx([each + 217 for each in sums.work_s])
+    assert [each.step for each in ledger.rank_loads()] == [*range(0, 400, 10), *range(400, 467)]
+
+
+def test_a_thinned_step_that_is_trained_again_is_counted_once(ledger: Ledger) -> None:
+    stored = long_run(ledger, 467)
+    ledger.compact()
+    for step in range(330, 467):
+        ledger.record_rank_loads(step, {"policy": stored[step]})
+    assert ledger.rank_load_sums()["policy"].steps == 467
+    assert [each.step for each in ledger.rank_loads()] == [*range(0, 330, 10), *range(330, 467)]
+
+
+def test_sums_are_those_of_the_newest_number_of_ranks(ledger: Ledger) -> None:
+    long_run(ledger, 150, ranks=2)
+    long_run(ledger, 467, ranks=3)
+    ledger.compact()
+    sums = ledger.rank_load_sums()["policy"]
+    assert sums.steps == 317 and len(sums.work_s) == 3
+
+
+def test_a_run_of_an_earlier_version_has_no_thinned_steps(ledger: Ledger) -> None:
+    long_run(ledger, 120)
+    with ledger._index.transaction() as transaction:
+        transaction.execute("DROP TABLE load_blocks")
+    with Ledger.reader(ledger.folder) as reader:
+        assert len(reader.rank_loads()) == 120 and reader.rank_load_sums()["policy"].steps == 120
+        assert reader.thinned_load_steps() == 0
+
+
+def test_unknown_seconds_stay_unknown(ledger: Ledger) -> None:
+    stored = long_run(ledger, 467)
+    unknown = RankLoads([-1.0, *stored[5].work_s[1:]], [-1.0, *stored[5].blocked_s[1:]], *map(list, [
+        stored[5].memory, stored[5].tokens, stored[5].cost]))  # fmt: skip
+    ledger.record_rank_loads(5, {"policy": unknown})
+    ledger.compact()
+    assert ledger.rank_load_sums()["policy"].known == [False, True, True, True]
+
+
+def test_the_folder_of_a_long_run_of_many_ranks_stays_small(ledger: Ledger) -> None:
+    """2,000 steps of 64 ranks: 9 MB unless they are thinned. The file does not shrink, but its free pages are used."""
+    random = np.random.default_rng(1)
+    for step in range(2000):
+        work, blocked = (random.uniform(0.1, 3, 64).tolist() for _ in range(2))
+        tokens = random.integers(20_000, 30_000, 64).tolist()
+        with ledger._index.transaction() as transaction:
+            row = RankLoads(work, blocked, (random.uniform(60, 70, 64) * 1e9).tolist(), tokens, tokens)
+            load = json.dumps({name: [float(f"{value:.4g}") for value in of] for name, of in asdict(row).items()})
+            transaction.put("loads", step=step, role="policy", speeds="null", load=load)
+        if step % 100 == 99:
+            ledger.record_checkpoint(step, Path("/checkpoints/c"))
+            ledger.compact()
+    raw = ledger._index.rows("SELECT sum(length(load)) FROM loads")[0][0]
+    blocks = ledger._index.rows("SELECT sum(length(sums) + length(rows)), count(*) FROM load_blocks")[0]
+    assert blocks[1] == 18 and blocks[0] < 700_000 and raw < 1_000_000
+    assert ledger.rank_load_sums()["policy"].steps == 2000

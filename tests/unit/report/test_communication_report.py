@@ -143,4 +143,15 @@ def test_many_steps_are_thinned_and_the_last_one_is_kept(tmp_path: Path) -> None
             work = np.full(2, 1.0 + step).tolist()
             ledger.record_rank_loads(step, {"policy": RankLoads(work, work, work, [1, 1], [1.0, 1.0])})
         loads = communication_summary(ledger.folder)["loads"]
-    assert len(loads) <= MOST_STEPS and loads[-1]["step"] == MOST_STEPS * 2 + 7
+        assert len(loads) <= MOST_STEPS and loads[-1]["step"] == MOST_STEPS * 2 + 7
+        summary, text = communication_summary(ledger.folder), render_text(communication_summary(ledger.folder))
+        assert summary["thinned_steps"] == 0 and "of the first" not in text
+        for step in (MOST_STEPS * 2 + 4, MOST_STEPS * 2 + 6):
+            ledger.record_checkpoint(step, Path(f"/checkpoints/{step}"))
+        ledger.compact()
+        thinned = communication_summary(ledger.folder)
+        assert thinned["thinned_steps"] == 300 and thinned["ranks"] == summary["ranks"], "sums and paces are the same"
+        steps = [each["step"] for each in thinned["loads"]]
+        assert steps == [*range(1, 407, 10), MOST_STEPS * 2 + 7], "none of the kept steps is far from the next"
+        note = "of the first 300 steps the loads of every tenth are kept; the table sums up all steps"
+        assert f"note: {note}" in render_text(thinned) and note in render_html(ledger)

@@ -1,14 +1,14 @@
 """`lockstep check`: finds what would make a run fail, hang or crawl, and names the host, variable or setting to fix."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.terminal import FAILED, REFUSED, LogFormatOption, require_extra, show_note, show_refusal
-from lockstep.report.json_console import EventLog, LogFormat, open_event_log
+from lockstep.cli.terminal import FAILED, REFUSED, LogFormatOption, require_extra
+from lockstep.report.command_events import CommandEvent, CommandEvents, LogFormat, open_events
 
 if TYPE_CHECKING:
     from lockstep.cli.check.check_arguments import CheckRequest
@@ -111,7 +111,7 @@ def command(
     from lockstep.doctor.output.findings_table import LiveReport
     from lockstep.report.safe_console import SafeConsole
 
-    events = open_event_log(log_format, "check")
+    events = open_events(log_format, "check")
     try:
         if join is not None:
             from lockstep.cli.check.check_join import run_probe
@@ -122,42 +122,59 @@ def command(
             raise ValueError("--small-first needs the file of a config")
         request = read_arguments(file, overrides or (), hosts, cluster, address, ports, wait)
     except (ConfigError, ValueError, OSError) as error:
-        show_refusal(error, events)
+        events.refuse(error)
         raise typer.Exit(REFUSED) from error
     if request.config is not None:
         require_extra("train", "lockstep check CONFIG", events)
-    report = LiveReport(SafeConsole(), as_json, None if events is None else _section_writer(events))
+    report = LiveReport(SafeConsole(), as_json, lambda section: events.report(_section_event(section)))
+    scope = _Scope(not env and not env_files, env_files or (), launcher, Path(file) if small_first and file else None)
     try:
-        if not env and not env_files:
-            _check_host(report, request)
-        _lint_environment(report, request, env_files or (), launcher)
-        if not env and not env_files:
-            _check_beyond_host(report, request, events)
-        if small_first and request.config is not None and file is not None:
-            from lockstep.cli.check.check_plan import run_trial
-
-            run_trial(report, request.config, Path(file), request.overrides)
+        _run_checks(report, request, scope, events)
     except BaseException as error:
         report.finish_early(error)
         if isinstance(error, (ConfigError, ValueError, OSError)):
-            show_refusal(error, events)
+            events.refuse(error)
             raise typer.Exit(REFUSED) from error
         raise
     report.finish()
     raise typer.Exit(0 if report.passed else FAILED)
 
 
-def _section_writer(events: EventLog) -> Callable[["CheckSection"], None]:
-    """Writes an event for each section of the report as soon as it is complete."""
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """The parts of a check that the options select."""
 
-    def write(section: "CheckSection") -> None:
-        severities = {each.severity for each in section.findings}
-        level = "error" if "error" in severities else "warning" if "warning" in severities else "info"
-        findings = [asdict(each) for each in section.findings]
-        seconds = round(section.seconds, 3)
-        events.write("section", section.title, level, section=section.name, seconds=seconds, findings=findings)
+    hosts: bool
+    """Whether hosts and config are checked, and not only variables."""
+    env_files: Sequence[str]
+    launcher: str | None
+    trial: Path | None
+    """The config with which to train for two steps."""
 
-    return write
+
+def _section_event(section: "CheckSection") -> CommandEvent:
+    """A complete section. Its text is part of the report on standard output."""
+    severities = {each.severity for each in section.findings}
+    level = "error" if "error" in severities else "warning" if "warning" in severities else "info"
+    fields = {
+        "section": section.name,
+        "seconds": round(section.seconds, 3),
+        "findings": [asdict(each) for each in section.findings],
+    }
+    return CommandEvent("section", section.title, None, level, fields)
+
+
+def _run_checks(report: "CheckReport", request: "CheckRequest", scope: _Scope, events: CommandEvents) -> None:
+    """Adds to the report what is found, from the cheapest check to the dearest."""
+    if scope.hosts:
+        _check_host(report, request)
+    _lint_environment(report, request, scope.env_files, scope.launcher)
+    if scope.hosts:
+        _check_beyond_host(report, request, events)
+    if scope.trial is not None and request.config is not None:
+        from lockstep.cli.check.check_plan import run_trial
+
+        run_trial(report, request.config, scope.trial, request.overrides)
 
 
 def _check_host(report: "CheckReport", request: "CheckRequest") -> None:
@@ -173,7 +190,7 @@ def _check_host(report: "CheckReport", request: "CheckRequest") -> None:
         report.add(section, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
 
 
-def _check_beyond_host(report: "CheckReport", request: "CheckRequest", events: EventLog | None) -> None:
+def _check_beyond_host(report: "CheckReport", request: "CheckRequest", events: CommandEvents) -> None:
     """Checks the config, and the other hosts together with this one."""
     from lockstep.cli.check import check_hosts
 
@@ -183,11 +200,7 @@ def _check_beyond_host(report: "CheckReport", request: "CheckRequest", events: E
 
         memory = check_hosts.process_memory(request.config)
         plan = check_plan.check_plan(report, request.config, request.overrides, memory)
-
-    def show(text: str) -> None:
-        show_note(text, events)
-
-    check_hosts.check_hosts(report, request.config, request.selection, show, plan)
+    check_hosts.check_hosts(report, request.config, request.selection, events.note, plan)
 
 
 def _lint_environment(

@@ -11,14 +11,13 @@ from typing import Any
 import typer
 
 from lockstep.cli.check.check_arguments import split_address
-from lockstep.cli.terminal import show_note
 from lockstep.doctor.check.probe.host_probe import JOIN_TIMEOUT_S, serve_probe
 from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE
-from lockstep.report.json_console import EventLog
+from lockstep.report.command_events import TERMINAL, CommandEvents
 
 
 def run_probe(
-    where: str, name: str | None, address: str | None, wait_s: float | None, events: EventLog | None = None
+    where: str, name: str | None, address: str | None, wait_s: float | None, events: CommandEvents = TERMINAL
 ) -> None:
     """Runs as this host's probe until the head of the check dismisses it.
 
@@ -38,11 +37,8 @@ def run_probe(
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup lets the process ignore SIGHUP
             signal.signal(number, _exit_on_signal)
-
-    def show(text: str) -> None:
-        show_note(text, events)
-
-    serve_probe(host, port, token, name or socket.gethostname(), address, _gather_facts, wait_s or JOIN_TIMEOUT_S, show)
+    own, bound_s = name or socket.gethostname(), wait_s or JOIN_TIMEOUT_S
+    serve_probe(host, port, token, own, address, _gather_facts, bound_s, events.note)
 
 
 def _gather_facts(order: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from lockstep.base.folders import write_private
-from lockstep.cli.terminal import REFUSED, require_extra, show_note, show_progress, show_refusal
+from lockstep.cli.terminal import REFUSED, require_extra
+from lockstep.report.command_events import TERMINAL
 
 TOKEN_VARIABLE = "LOCKSTEP_DASHBOARD_TOKEN"
 TOKEN_POWER = "can read your runs"
@@ -50,17 +51,17 @@ def command(
         show_runs_of(runs[0].stat().st_uid)
         listening = listen(host, (port, port))
     except (ValueError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     if not is_loopback(host):
-        show_note(
+        TERMINAL.note(
             f"the token and all data travel unencrypted to {host}, and whoever records them can read the runs: rather "
             "listen on 127.0.0.1 and use an SSH tunnel"
         )
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/"
     if not catalogue.runs():
-        show_progress("no run is there yet; those that begin will appear")
+        TERMINAL.progress("no run is there yet; those that begin will appear")
     SafeConsole(soft_wrap=True).print(f"{address}#token={token}", markup=False, highlight=False)
     with scratch_dir("lockstep-dashboard-") as folder:
         if browser:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.terminal import REFUSED, require_extra, show_refusal
+from lockstep.cli.terminal import REFUSED, require_extra
+from lockstep.report.command_events import TERMINAL
 
 
 def command(
@@ -25,7 +26,7 @@ def command(
 ) -> None:
     """Write the HTML report of a run, finished or not, and list its incidents."""
     if as_json and not comm:
-        show_refusal(ValueError("--json shows the figures of --comm: add --comm, or leave out --json"))
+        TERMINAL.refuse(ValueError("--json shows the figures of --comm: add --comm, or leave out --json"))
         raise typer.Exit(REFUSED)
     if comm:
         _show_communication(run, as_json)
@@ -45,7 +46,7 @@ def command(
                 notes.print(line.rstrip(), markup=False)
             console.print(str(write_report(ledger)), markup=False)
     except (LedgerError, OSError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
 
 
@@ -60,7 +61,7 @@ def _show_communication(run: Path, as_json: bool) -> None:
             raise FileNotFoundError(f"{run} does not exist: give a run's folder, or a file of watch --communication")
         summary = communication_summary(run)
     except (LedgerError, OSError, ValueError, LookupError, TypeError) as error:
-        show_refusal(error)
+        TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     if as_json:
         typer.echo(json.dumps(summary))

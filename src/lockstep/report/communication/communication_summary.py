@@ -13,6 +13,7 @@ the dashboard. It reads what supervisor and ledger have written, and needs no to
         communicators; null without calls or for more than `MOST_CELLS` processes
     windows: [{began, ended, waited_s: {process: s}, caused_s: {process: s}}]
     loads: [{role, step, speeds, tokens, work_s, blocked_s, memory}], lists by rank; of at most `MOST_STEPS` steps
+    thinned_steps: of so many first steps the ledger keeps every tenth one's loads, and the sums; 0 in a short run
     ranks: [{role, rank, steps, tokens, work_s, blocked_s, memory, pace}]: over all steps; `pace` is the time for the
         same work relative to the median rank
     devices: the objects of devices.json
@@ -25,13 +26,13 @@ are null: `moving_s` and `bus_gb_s` where calls do not block, `checked_gb_s` wit
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lockstep.base.json_text import read_json
 from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.load_blocks import LoadSums
 from lockstep.ledger.rank_loads import FALSE_REMARKS, REMARK_STEPS, RankLoadRow, relative_paces, slow_ranks
 from lockstep.ledger.run_folder import INDEX_FILE
 from lockstep.report.device_rows import device_totals
@@ -59,17 +60,18 @@ def communication_summary(folder: Path) -> dict[str, Any]:
     communicators = [CommunicatorTotals.parse(each) for each in totals["communicators"]] if totals else []
     checked = _checked_bandwidth(folder / CHECK_FILE)
     windows = [_window(each) for each in totals["windows"]] if totals else []
-    rows = _load_rows(folder)
+    loads = _loads(folder)
     return {
         "source": str(path) if totals else None,
         "written": totals["written"] if totals else None,
         "communicators": [_communicator(each, checked) for each in communicators],
         "matrix": _matrix(communicators),
         "windows": windows,
-        "loads": [_load(each) for each in _thinned(rows)],
-        "ranks": _rank_totals(rows),
+        "loads": [_load(each) for each in loads.shown],
+        "thinned_steps": loads.thinned,
+        "ranks": _rank_totals(loads),
         "devices": device_totals(folder),
-        "remarks": [str(each) for each in slow_ranks(rows)] + _late_processes(windows),
+        "remarks": [str(each) for each in slow_ranks(loads.recent)] + _late_processes(windows),
     }
 
 
@@ -202,48 +204,47 @@ def _binomial_tail(successes: int, tries: int, chance: float) -> float:
     )
 
 
-def _load_rows(folder: Path) -> list[RankLoadRow]:
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """What a run's ledger has of the loads of its ranks."""
+
+    shown: list[RankLoadRow]
+    """Those of some steps."""
+    recent: list[RankLoadRow]
+    """Those of the last steps."""
+    sums: dict[str, LoadSums]
+    thinned: int
+
+
+def _loads(folder: Path) -> _Loads:
     if not (folder / INDEX_FILE).is_file():
-        return []
+        return _Loads([], [], {}, 0)
     with Ledger.reader(folder) as ledger:
-        return [each for each in ledger.rank_loads() if each.loads is not None]
-
-
-def _thinned(rows: Sequence[RankLoadRow]) -> list[RankLoadRow]:
-    """The rows of at most `MOST_STEPS` steps, evenly spread, the last one included."""
-    steps = sorted({each.step for each in rows})
-    every = -(-len(steps) // MOST_STEPS) or 1
-    kept = set(steps[::-1][::every])
-    return [each for each in rows if each.step in kept]
+        sums = ledger.rank_load_sums()
+        recent = [row for role in sums for row in ledger.rank_loads(role, REMARK_STEPS)]
+        return _Loads(ledger.rank_loads(most=MOST_STEPS), recent, sums, ledger.thinned_load_steps())
 
 
 def _load(row: RankLoadRow) -> dict[str, Any]:
     loads = row.loads
-    assert loads is not None
     return {
         "role": row.role, "step": row.step + 1, "speeds": row.speeds, "tokens": loads.tokens, "work_s": loads.work_s,
         "blocked_s": loads.blocked_s, "memory": loads.memory,
     }  # fmt: skip
 
 
-def _rank_totals(rows: Sequence[RankLoadRow]) -> list[dict[str, Any]]:
+def _rank_totals(loads: _Loads) -> list[dict[str, Any]]:
     found = []
-    for role in dict.fromkeys(each.role for each in rows):
-        of_role = [each.loads for each in rows if each.role == role and each.loads is not None]
-        ranks = len(of_role[-1].work_s)
-        alike = [each for each in of_role if len(each.work_s) == ranks]
-        paces = [each for loads in alike[-REMARK_STEPS:] if (each := relative_paces(loads)) is not None]
-        work, blocked = np.array([each.work_s for each in alike]), np.array([each.blocked_s for each in alike])
-        known = (work.min(axis=0) >= 0).tolist()
-        work_s, blocked_s = work.sum(axis=0).tolist(), blocked.sum(axis=0).tolist()
-        tokens = np.array([each.tokens for each in alike]).sum(axis=0).tolist()
-        memory = np.array([each.memory for each in alike]).max(axis=0).tolist()
+    for role, sums in loads.sums.items():
+        ranks = len(sums.known)
+        recent = [each.loads for each in loads.recent if each.role == role and len(each.loads.work_s) == ranks]
+        paces = [each for of_step in recent if (each := relative_paces(of_step)) is not None]
         for rank in range(ranks):
             found.append({
-                "role": role, "rank": rank, "steps": len(alike), "tokens": tokens[rank],
-                "work_s": work_s[rank] if known[rank] else None,
-                "blocked_s": blocked_s[rank] if known[rank] else None,
-                "memory": memory[rank],
+                "role": role, "rank": rank, "steps": sums.steps, "tokens": round(sums.tokens[rank]),
+                "work_s": sums.work_s[rank] if sums.known[rank] else None,
+                "blocked_s": sums.blocked_s[rank] if sums.known[rank] else None,
+                "memory": sums.memory[rank],
                 "pace": math.exp(statistics.median(step[rank] for step in paces)) if paces else None,
             })  # fmt: skip
     return found

@@ -135,6 +135,9 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
         notes.append("calls were sampled: counts and sums are estimates")
     if unmatched := sum(each["unmatched"] for each in summary["communicators"]):
         notes.append(f"{count_noun(unmatched, 'call')} left out, of which not all members' entries are known")
+    if steps := summary["thinned_steps"]:
+        first = count_noun(steps, "step")
+        notes.append(f"of the first {first} the loads of every tenth are kept; the table sums up all steps")
     return notes
 
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from types import FrameType
 from typing import Annotated, Any, TypeVar
 
@@ -24,6 +23,7 @@ from lockstep.report.dashboard.metric_history import json_bytes, metric_facts
 from lockstep.report.dashboard.request_guard import ApiProblem, RequestGuard
 from lockstep.report.dashboard.run_catalogue import RunCatalogue
 from lockstep.report.dashboard.run_feed import UNREADABLE, RunBusy
+from lockstep.report.dashboard.run_overviews import RunOverviews
 from lockstep.report.dashboard.shown_run import ShownRun
 from lockstep.report.dashboard.static_files import static_file
 from lockstep.report.server_connections import QueueingServer, bounded_config
@@ -52,6 +52,7 @@ class DashboardServer:
     def __init__(self, catalogue: RunCatalogue, token: str, host: str) -> None:
         self._catalogue = catalogue
         self._threads = ThreadPoolExecutor(THREADS, "dashboard")
+        self._overviews = RunOverviews(catalogue, self._threads)
         web = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self.events = EventStream(catalogue.run)
         for path, answer in (
@@ -94,15 +95,7 @@ class DashboardServer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _runs(self) -> Response:
-        return _json({"runs": await self._in_thread(self._overviews)})
-
-    def _overviews(self) -> list[dict[str, Any]]:
-        found = []
-        for name, shown in self._catalogue.runs().items():
-            # One that was removed meanwhile, or is no run after all, is left out.
-            with suppress(LedgerError, *UNREADABLE, OSError, RunBusy):
-                found.append({"id": name, "folder": str(shown.folder), **asdict(shown.feed.overview())})
-        return found
+        return _json({"runs": await self._overviews.read()})
 
     async def _metrics(self, run: str) -> Response:
         names, steps = await self._read(run, lambda shown: shown.feed.metric_names())

@@ -15,7 +15,8 @@ from lockstep.ledger.sqlite_index import EventRow
 from lockstep.report.dashboard.metric_history import MetricHistory
 from lockstep.report.dashboard.stage_spans import CLOCK, MOST_SPANS, StageRow, gantt, run_row, shown_times, within
 
-RunState = Literal["running", "finished", "failed", "stopped"]
+RunState = Literal["running", "finished", "failed", "stopped", "unknown"]
+"""`unknown` until its folder has answered for the first time."""
 
 SETTLED_NS = 50_000_000
 """A file that was written less than this before it was read is read again: its times may be too coarse to show what was

@@ -24,7 +24,7 @@ from lockstep.models.adapter_folder import resolve_adapter
 from lockstep.models.errors import HubUnreachable, ModelError, naming_fields_in
 from lockstep.models.model_facts import ModelFacts, model_facts
 from lockstep.models.model_loader import check_quantization, load_tokenizer
-from lockstep.report.json_console import EventLog
+from lockstep.report.command_events import TERMINAL, CommandEvents
 from lockstep.report.step_callbacks import OnStep
 from lockstep.rewards.reward_terms import check_terms, term_names
 from lockstep.rollout.environments.tools import chat_template_tools
@@ -72,8 +72,8 @@ class PreparedRun:
     """The checkpoint of another run that a new run starts from."""
     callbacks: Sequence[OnStep] = ()
     """Called after every step."""
-    events: EventLog | None = None
-    """Where the run reports what it does as JSON; it prints text if None."""
+    events: CommandEvents = TERMINAL
+    """Where the run reports what it does."""
     row_digests: Sequence[str] = ()
     """Of each dataset, a digest of the content of some rows; empty if they are a function of the config."""
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, WireError
-from lockstep.cli.terminal import show_note, show_refusal
 from lockstep.doctor.check.cluster import host_comparison, host_pairs, rendezvous_rules
 from lockstep.doctor.check.cluster.probe_rendezvous import CheckHead, ProbeRendezvous
 from lockstep.doctor.check.probe import probe_protocol
@@ -30,6 +29,7 @@ from lockstep.doctor.check.probe.probe_protocol import (
     receive_message,
     send_message,
 )
+from lockstep.report.command_events import TERMINAL
 
 TOKEN = "5f0c2b7be4a8913d6e7f20c1a9d84b36"
 HOME = "127.0.0.1"
@@ -300,8 +300,8 @@ def test_joining_an_unrelated_server_ends_with_a_short_refusal(body: bytes, caps
         with pytest.raises(ProbeNotJoined) as refused:
             serve_probe(HOME, server.getsockname()[1], TOKEN, "a", bound_s=2.0)
     assert len(str(refused.value)) < 600
-    show_refusal(refused.value)
-    show_note(str(refused.value))
+    TERMINAL.refuse(refused.value)
+    TERMINAL.note(str(refused.value))
     assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
 
 

@@ -1,6 +1,9 @@
 """What each address answers, for one run, for several, and for runs that change or vanish."""
 
 import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +11,11 @@ import pytest
 from dashboard_helpers import CONFIG, add_steps, ask, make_run, run_id, server_of
 
 from lockstep.ledger import Ledger
-from lockstep.report.dashboard.dashboard_server import DashboardServer
+from lockstep.report.dashboard.dashboard_server import THREADS, DashboardServer
 from lockstep.report.dashboard.run_catalogue import NothingToShow, RunCatalogue
+from lockstep.report.dashboard.run_feed import RunFeed, RunOverview
+from lockstep.report.dashboard.run_overviews import LOOKS_AT_ONCE
+from lockstep.report.dashboard.shown_run import ShownRun
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz0123"
 
@@ -163,6 +169,97 @@ def test_a_damaged_ledger_is_an_error_of_that_run_alone(tmp_path: Path) -> None:
     found = ask(server, f"/api/runs/{name}/metrics")
     assert found.status_code == 409 and "cannot be read" in found.json()["error"]["message"]
     assert good.exists()
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, threading.Event]]:
+    """Folders by name whose overviews are not read until their event is set."""
+    folders: dict[str, threading.Event] = {}
+    overview = RunFeed.overview
+
+    def answer(feed: RunFeed) -> RunOverview:
+        if feed.folder.name in folders:
+            folders[feed.folder.name].wait(120)
+        return overview(feed)
+
+    monkeypatch.setattr(RunFeed, "overview", answer)
+    monkeypatch.setattr("lockstep.report.dashboard.run_overviews.ANSWER_S", 0.5)
+    yield folders
+    for event in folders.values():
+        event.set()
+
+
+def names(server: DashboardServer) -> list[str]:
+    return [each["name"] for each in ask(server, "/api/runs").json()["runs"]]
+
+
+def test_a_folder_that_hangs_holds_up_no_other_run(tmp_path: Path, hung: dict[str, threading.Event]) -> None:
+    runs = tmp_path / "runs"
+    for name in "abcd":
+        make_run(runs / name, 2)
+    server = server_of(runs)
+    hung["a"] = threading.Event()
+    first, *others = ask(server, "/api/runs").json()["runs"]
+    assert (first["name"], first["state"], first["message"]) == ("a", "unknown", "its folder has not answered yet")
+    assert [(each["name"], each["state"], each["step"]) for each in others] == [(name, "running", 2) for name in "bcd"]
+    began = time.monotonic()
+    assert all(names(server) == ["a", "b", "c", "d"] for _ in range(20))
+    assert time.monotonic() - began < 20 * 0.5, "only the first list waits for it"
+    assert len(server._overviews._looks) == 1, "and only one thread"
+    hung.pop("a").set()
+    until(lambda: ask(server, "/api/runs").json()["runs"][0]["state"] == "running")
+
+
+def test_a_run_whose_folder_hangs_is_listed_as_it_was(tmp_path: Path, hung: dict[str, threading.Event]) -> None:
+    server = server_of(make_run(tmp_path / "a", 2), make_run(tmp_path / "b", 2))
+    assert names(server) == ["a", "b"]
+    hung["a"] = threading.Event()
+    with Ledger.resume(tmp_path / "b") as ledger:
+        add_steps(ledger, 2, 5)
+    assert [each["step"] for each in ask(server, "/api/runs").json()["runs"]] == [2, 5]
+
+
+def test_many_folders_that_hang_leave_threads_to_other_requests(
+    tmp_path: Path, hung: dict[str, threading.Event]
+) -> None:
+    runs = tmp_path / "runs"
+    for number in range(LOOKS_AT_ONCE + 3):
+        make_run(runs / f"{number:02d}", 2)
+    server = server_of(runs)
+    assert len(names(server)) == LOOKS_AT_ONCE + 3, "all, with fewer threads"
+    chosen = run_id(server, LOOKS_AT_ONCE + 2)
+    hung.update({f"{number:02d}": threading.Event() for number in range(LOOKS_AT_ONCE + 2)})
+    for _ in range(3):
+        assert len(names(server)) == LOOKS_AT_ONCE + 3
+    assert len(server._overviews._looks) == LOOKS_AT_ONCE < THREADS
+    assert ask(server, f"/api/runs/{chosen}/series?name=reward/mean").status_code == 200
+
+
+def test_a_listing_that_hangs_leaves_the_runs_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hung: dict[str, threading.Event]
+) -> None:
+    server = server_of(make_run(tmp_path / "a", 2))
+    assert names(server) == ["a"]
+    answers = threading.Event()
+    find = RunCatalogue.runs
+
+    def runs(catalogue: RunCatalogue) -> dict[str, ShownRun]:
+        answers.wait(120)
+        return find(catalogue)
+
+    monkeypatch.setattr(RunCatalogue, "runs", runs)
+    assert names(server) == ["a"]
+    with Ledger.resume(tmp_path / "a") as ledger:
+        add_steps(ledger, 2, 5)
+    assert ask(server, "/api/runs").json()["runs"][0]["step"] == 5
+    answers.set()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.05)
 
 
 def test_what_cannot_be_shown_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import { announce, count, empty, formatSeconds, h, paint, put, ranges, s, visibl
 import { aborted, get, ofRun } from "./server.js";
 
 const SHOWN_ONE_BY_ONE = 24;
-const NODE = { width: 196, height: 58, gap: 14, between: 96, pad: 24, caption: 26 };
+const NODE = { width: 196, least: 140, height: 58, gap: 14, between: 96, leastBetween: 52, caption: 26 };
+const PADDING = 8;
 const WITHIN_MS = 1000;
 const ASKED_MS = 5000;
 
@@ -51,10 +52,31 @@ export function grouped(nodes, edges, most = SHOWN_ONE_BY_ONE) {
 }
 
 /**
- * Places the groups in layers: who waits for nobody stands furthest right, and left of it who waits for it. A role stands
- * together in its layer, its culprits by themselves; roles without any wait stand in a layer of their own at the end.
+ * Places the groups in layers, within a width. Who waits for nobody stands furthest right, and left of it who waits for
+ * it; where that many columns do not fit, layers are lines, with who waits for nobody at the bottom. A role stands together
+ * in its layer, its culprits by themselves; roles without any wait stand in lines below.
  */
-export function layout(groups, links) {
+export function layout(groups, links, width = 1200) {
+  const { roles, layers, idle } = layersOf(groups, links);
+  const pad = width < 500 ? 12 : 24;
+  const inner = width - 2 * pad;
+  const columns = [...layers.keys()].sort((a, b) => b - a).map((layer) => layers.get(layer));
+  const fits = columns.length * NODE.least + (columns.length - 1) * NODE.leastBetween <= inner;
+  const place = { captions: [], lines: !fits || !columns.length, width, height: pad };
+  const perLine = Math.max(1, Math.floor((inner + NODE.gap) / (NODE.least + NODE.gap)));
+  const most = Math.max(1, ...[...columns, idle].map((keys) => keys.reduce((sum, key) => sum + roles.get(key).length, 0)));
+  const across = place.lines ? Math.min(perLine, most) : columns.length;
+  const between = place.lines ? NODE.gap : NODE.leastBetween;
+  place.node = Math.min(NODE.width, Math.floor((inner - (across - 1) * between) / across));
+  if (place.lines) columns.forEach((keys, at) => { place.height += at ? NODE.gap : 0; inLines(place, keys, roles, inner, pad, columns.length - at); });
+  else inColumns(place, columns, roles, inner, pad);
+  if (idle.length) { place.height += columns.length ? NODE.gap : 0; inLines(place, idle, roles, inner, pad, 0); }
+  place.height += pad;
+  return place;
+}
+
+/** The groups by role and the roles by layer, from those that nobody waits behind; `idle`: roles without any wait. */
+function layersOf(groups, links) {
   const roleOf = (group) => `${group.culprit ? "!" : ""}${group.role}`;
   const roles = new Map();
   for (const group of groups) {
@@ -80,25 +102,49 @@ export function layout(groups, links) {
     return found;
   };
   const layers = new Map();
-  for (const key of [...roles.keys()].sort()) {
-    const layer = linked.size && !linked.has(key) ? -1 : measure(key, new Set());
+  const sorted = [...roles.keys()].sort();
+  for (const key of sorted.filter((each) => linked.has(each))) {
+    const layer = measure(key, new Set());
     if (!layers.has(layer)) layers.set(layer, []);
     layers.get(layer).push(key);
   }
+  return { roles, layers, idle: sorted.filter((each) => !linked.has(each)) };
+}
+
+const captionOf = (key, x, y) => ({ text: `${key.replace(/^!/, "")}${key.startsWith("!") ? ", culprit" : ""}`, x, y: y + NODE.caption - 10 });
+
+/** Places each layer in a column; the space between columns is as wide as there is room, up to `NODE.between`. */
+function inColumns(place, columns, roles, inner, pad) {
   const tall = (keys) => keys.reduce((sum, key) => sum + NODE.caption + roles.get(key).length * (NODE.height + NODE.gap), 0) - NODE.gap;
-  const tallest = Math.max(...[...layers.values()].map(tall));
-  const captions = [];
-  let x = NODE.pad;
-  for (const layer of [...layers.keys()].sort((a, b) => b - a)) {
-    let y = NODE.pad + (tallest - tall(layers.get(layer))) / 2;
-    for (const key of layers.get(layer)) {
-      captions.push({ text: `${key.replace(/^!/, "")}${key.startsWith("!") ? ", culprit" : ""}`, x, y: y + NODE.caption - 10 });
+  const tallest = Math.max(...columns.map(tall));
+  place.between = columns.length > 1 ? Math.min(NODE.between, (inner - columns.length * place.node) / (columns.length - 1)) : 0;
+  let x = pad + (inner - columns.length * place.node - (columns.length - 1) * place.between) / 2;
+  columns.forEach((keys, at) => {
+    let y = place.height + (tallest - tall(keys)) / 2;
+    for (const key of keys) {
+      place.captions.push(captionOf(key, x, y));
       y += NODE.caption;
-      for (const group of roles.get(key)) { group.x = x; group.y = y; y += NODE.height + NODE.gap; }
+      for (const group of roles.get(key)) { Object.assign(group, { x, y, layer: columns.length - at }); y += NODE.height + NODE.gap; }
     }
-    x += NODE.width + NODE.between;
+    x += place.node + place.between;
+  });
+  place.height += tallest + 24; // for arrows that pass below
+}
+
+/** Places a layer in as many lines as it needs. */
+function inLines(place, keys, roles, inner, pad, layer) {
+  const cells = keys.flatMap((key) => roles.get(key).map((group, at) => ({ group, key: at ? null : key })));
+  const across = Math.max(1, Math.floor((inner + NODE.gap) / (place.node + NODE.gap)));
+  for (let first = 0; first < cells.length; first += across) {
+    const line = cells.slice(first, first + across);
+    let x = pad + (inner - line.length * (place.node + NODE.gap) + NODE.gap) / 2;
+    for (const { group, key } of line) {
+      if (key !== null) place.captions.push(captionOf(key, x, place.height));
+      Object.assign(group, { x, y: place.height + NODE.caption, layer });
+      x += place.node + NODE.gap;
+    }
+    place.height += NODE.caption + NODE.height + NODE.gap;
   }
-  return { width: Math.max(x - NODE.between + NODE.pad, 320), height: 2 * NODE.pad + 24 + tallest, captions };
 }
 
 export class WaitGraphView {
@@ -111,6 +157,7 @@ export class WaitGraphView {
     this.body = h("div", { class: "graph-body" });
     this.element = h("div", {}, this.verdict, this.body);
     this.paintAll = () => this.draw();
+    new ResizeObserver(() => { if (this.shown && this.drawing.isConnected && this.drawing.clientWidth !== this.drawnFor) paint(this.paintAll); }).observe(this.body);
   }
 
   async show() {
@@ -147,19 +194,19 @@ export class WaitGraphView {
       verdict.fix ? [h("h2", {}, "Fix"), h("p", { class: "text" }, verdict.fix)] : null) : null);
     if (!nodes.length) { put(this.body, empty("No process is shown", `${this.data.message ? `${this.data.message[0].toUpperCase()}${this.data.message.slice(1)}. ` : ""}The graph shows the processes of a run on this host while it works.`)); return; }
     const { groups, links } = grouped(nodes, edges);
-    const place = layout(groups, links);
+    if (!this.drawing.isConnected) put(this.body, this.drawing, this.list);
+    this.drawnFor = this.drawing.clientWidth;
+    const place = layout(groups, links, Math.max(this.drawnFor - 2 * PADDING, 240));
     const focused = document.activeElement?.getAttribute?.("data-key");
     const svg = s("svg", { viewBox: `0 0 ${place.width} ${place.height}`, width: place.width, height: place.height, role: "group", "aria-label": `${count(groups.length, "node")}, ${count(links.length, "wait")}` },
       s("defs", {}, s("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 9, markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, s("path", { d: "M0 0L8 4L0 8z" }))));
-    svg.style.width = `max(${0.75 * place.width}px, min(100%, ${place.width}px))`;
     for (const { text, x, y } of place.captions) svg.append(s("text", { class: "caption", x, y }, text));
     const byKey = new Map(groups.map((group) => [group.key, group]));
-    for (const link of links) svg.append(drawLink(link, byKey));
-    groups.forEach((group, at) => svg.append(drawNode(group, links, at === 0)));
+    for (const link of links) svg.append(drawLink(link, byKey, place));
+    groups.forEach((group, at) => svg.append(drawNode(group, links, at === 0, place.node)));
     svg.addEventListener("keydown", (event) => this.key(event, svg, groups));
     put(this.drawing, svg);
     put(this.list, this.table(links, byKey, nodes.length, groups.length));
-    if (!this.drawing.isConnected) put(this.body, this.drawing, this.list);
     if (focused) svg.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
   }
 
@@ -170,8 +217,8 @@ export class WaitGraphView {
     const score = {
       ArrowRight: (other) => (other.x > here.x ? other.x - here.x + Math.abs(other.y - here.y) : NaN),
       ArrowLeft: (other) => (other.x < here.x ? here.x - other.x + Math.abs(other.y - here.y) : NaN),
-      ArrowDown: (other) => (other.x === here.x && other.y > here.y ? other.y - here.y : NaN),
-      ArrowUp: (other) => (other.x === here.x && other.y < here.y ? here.y - other.y : NaN),
+      ArrowDown: (other) => (other.y > here.y ? other.y - here.y + 4 * Math.abs(other.x - here.x) : NaN),
+      ArrowUp: (other) => (other.y < here.y ? here.y - other.y + 4 * Math.abs(other.x - here.x) : NaN),
     }[event.key];
     if (!score) return;
     event.preventDefault();
@@ -201,33 +248,45 @@ export function verdictCard(verdict, onclick) {
     h("b", {}, verdict.level || "verdict"), h("span", {}, verdict.text), (verdict.culprits || []).slice(0, 6).map((name) => h("i", { class: "pill bad" }, name)));
 }
 
-function drawLink(link, byKey) {
+function drawLink(link, byKey, place) {
   const [from, to] = [byKey.get(link.from), byKey.get(link.to)];
-  const middle = NODE.height / 2;
-  let path;
-  if (from === to || from.x === to.x) {
-    const x = from.x + NODE.width;
-    path = `M${x} ${from.y + middle}C${x + 46} ${from.y + middle} ${x + 46} ${to.y + middle + 8} ${x + 3} ${to.y + middle + 8}`;
-  } else if (to.x > from.x + NODE.width + NODE.between) {
-    const [a, b, below] = [from.x + NODE.width / 2, to.x + NODE.width / 2, Math.max(from.y, to.y) + NODE.height + 36];
-    path = `M${a} ${from.y + NODE.height}C${a} ${below} ${b} ${below} ${b} ${to.y + NODE.height + 3}`;
-  } else if (to.x > from.x) {
-    const [a, b] = [from.x + NODE.width, to.x - 3];
-    path = `M${a} ${from.y + middle}C${a + 50} ${from.y + middle} ${b - 50} ${to.y + middle} ${b} ${to.y + middle}`;
-  } else {
-    const [a, b] = [from.x + NODE.width / 2, to.x + NODE.width / 2];
-    const below = Math.max(from.y, to.y) + NODE.height;
-    path = `M${a} ${from.y + NODE.height}C${a} ${below + 34} ${b} ${below + 34} ${b} ${to.y + NODE.height + 3}`;
-  }
+  const path = place.lines ? pathInLines(from, to, place.node) : pathInColumns(from, to, place);
   const line = s("path", { class: `link${to.culprit ? " bad" : ""}`, d: path, "marker-end": "url(#arrow)" });
   line.style.strokeWidth = `${Math.min(4, 1.25 + Math.log10(1 + link.waits))}px`;
   line.append(s("title", {}, `${from.label} waits for ${to.label}: ${[...link.kinds].join(", ")}, ${formatSeconds(link.seconds)}`));
   return line;
 }
 
+function pathInColumns(from, to, { node, between }) {
+  const middle = NODE.height / 2;
+  if (from.layer === to.layer) {
+    const x = from.x + node;
+    return `M${x} ${from.y + middle}C${x + 30} ${from.y + middle} ${x + 30} ${to.y + middle + 8} ${x + 3} ${to.y + middle + 8}`;
+  }
+  if (from.layer - to.layer === 1) {
+    const [a, b, bend] = [from.x + node, to.x - 3, Math.min(50, 0.6 * between)];
+    return `M${a} ${from.y + middle}C${a + bend} ${from.y + middle} ${b - bend} ${to.y + middle} ${b} ${to.y + middle}`;
+  }
+  const below = Math.max(from.y, to.y) + NODE.height + (from.layer > to.layer ? 36 : 34);
+  return passingBelow(from, to, node, below);
+}
+
+function pathInLines(from, to, node) {
+  const [a, b] = [from.x + node / 2, to.x + node / 2];
+  if (from === to || from.y === to.y) return passingBelow(from, to, node, from.y + NODE.height + 26);
+  const [start, end, bend] = to.y > from.y ? [from.y + NODE.height, to.y - 3, 24] : [from.y, to.y + NODE.height + 3, -24];
+  return `M${a} ${start}C${a} ${start + bend} ${b} ${end - bend} ${b} ${end}`;
+}
+
+/** From the bottom of a node to the bottom of another one. */
+function passingBelow(from, to, node, below) {
+  const [a, b] = [from.x + node / 2, to.x + node / 2 + (from === to ? 16 : 0)];
+  return `M${a} ${from.y + NODE.height}C${a} ${below} ${b} ${below} ${b} ${to.y + NODE.height + 3}`;
+}
+
 const short = (text, most) => { const shown = visible(text); return shown.length > most ? `${shown.slice(0, most - 1)}…` : shown; };
 
-function drawNode(group, links, first) {
+function drawNode(group, links, first, width) {
   const out = links.filter((link) => link.from === group.key);
   const longest = Math.max(0, ...out.map((link) => link.seconds));
   const state = [group.stage, group.state].filter(Boolean).join(", ");
@@ -235,11 +294,11 @@ function drawNode(group, links, first) {
   const doing = group.members.length === 1 && group.members[0].doing ? ` (${group.members[0].doing})` : "";
   const text = `${group.label}${group.culprit ? ", culprit" : ""}: ${state || "no stage"}${doing}${out.length ? `, waits ${formatSeconds(longest)}` : ""}; ${hosts.slice(0, 4).join(", ")}${hosts.length > 4 ? ` and ${hosts.length - 4} more hosts` : ""}`;
   const node = s("g", { class: `node${group.culprit ? " culprit" : ""}${group.members.length > 1 ? " many" : ""}`, transform: `translate(${group.x} ${group.y})`, tabindex: first ? "0" : "-1", role: "img", "aria-label": visible(text), "data-key": group.key });
-  if (group.members.length > 1) node.append(s("rect", { class: "behind", x: 5, y: 5, width: NODE.width, height: NODE.height, rx: 10 }));
+  if (group.members.length > 1) node.append(s("rect", { class: "behind", x: 5, y: 5, width, height: NODE.height, rx: 10 }));
   node.append(
-    s("rect", { width: NODE.width, height: NODE.height, rx: 10 }),
-    s("text", { class: "label", x: 14, y: 24 }, `${group.culprit ? "⚠ " : ""}${short(group.label, group.culprit ? 20 : 23)}`),
-    s("text", { class: "state", x: 14, y: 43 }, short(`${state || "–"}${out.length && longest ? ` · ${formatSeconds(longest)}` : ""}`, 28)),
+    s("rect", { width, height: NODE.height, rx: 10 }),
+    s("text", { class: "label", x: 14, y: 24 }, `${group.culprit ? "⚠ " : ""}${short(group.label, Math.floor((width - 28) / 7.3) - (group.culprit ? 3 : 0))}`),
+    s("text", { class: "state", x: 14, y: 43 }, short(`${state || "–"}${out.length && longest ? ` · ${formatSeconds(longest)}` : ""}`, Math.floor((width - 28) / 6))),
     s("title", {}, text),
   );
   return node;
