@@ -4,12 +4,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from lockstep.base.transport.frames import Buffer, WireError
+from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.codec import OWN_BYTES, MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import CallGroup
@@ -138,16 +140,18 @@ def submit_in_turn(workers: Sequence[Worker], *calls: MethodCall) -> list[Sequen
     if len(remote) < len(workers) or len(set(remote)) < len(remote):  # of another cluster, or called twice
         return [_submit_each(workers, *call) for call in calls]
     new = [_NewCall.of(remote, *call) for call in calls]
-    by_link: dict[CallRelayLink | None, list[RemoteWorker]] = {}
-    for link, side_by_side in itertools.groupby(remote, _LINK):
-        by_link.setdefault(link, []).extend(side_by_side)
-    for worker in by_link.pop(None, ()):
-        for call in new:
-            worker.send_new_call(call.group, call.signature, call.arguments)
-    for link, of_link in by_link.items():
-        if link is not None:
-            _send(link, new, of_link)
+    for of_node in _by_node(tuple(remote)):
+        _send(new, of_node)
     return [call.group for call in new]
+
+
+@lru_cache(maxsize=64)
+def _by_node(workers: tuple[RemoteWorker, ...]) -> list[list[RemoteWorker]]:
+    """The workers of each node, in their order: those of a role are called many times, and stay on their nodes."""
+    found: dict[ClusterNode, list[RemoteWorker]] = {}
+    for worker in workers:
+        found.setdefault(worker.node, []).append(worker)
+    return list(found.values())
 
 
 _LINK = attrgetter("link")
@@ -179,15 +183,19 @@ class _NewCall:
 
     def of_relay(
         self, link: CallRelayLink, workers: list[RemoteWorker], channels: list[int]
-    ) -> Iterator[tuple[OpenCall, RelayedArguments]]:
-        """The call of workers behind a relay, in as many parts as their arguments need messages."""
-        ids, done = workers[0].call_ids, 0
+    ) -> list[tuple[OpenCall, RelayedArguments]]:
+        """The call of workers behind a relay, entered in as many parts as their arguments need messages. The caller
+        holds the lock of their node's calls."""
+        ids, open_calls, done, entered = workers[0].call_ids, workers[0].node.calls, 0, []
         for own in self.arguments.messages(workers):
             some, of_some = workers, channels
             if own.count is not None and own.count < len(workers):
                 some, of_some = workers[done : done + own.count], channels[done : done + own.count]
                 done += own.count
-            yield OpenCall(next(ids), self.group, self.signature, self.arguments, some, of_some, link), own
+            call = OpenCall(next(ids), self.group, self.signature, self.arguments, some, of_some, link)
+            open_calls.add(call)
+            entered.append((call, own))
+        return entered
 
 
 def _encode(
@@ -204,21 +212,23 @@ def _encode(
     return _OwnArguments(dict(zip(workers, payloads, strict=True)))
 
 
-def _send(link: CallRelayLink, new: Sequence[_NewCall], workers: list[RemoteWorker]) -> None:
-    """Sends calls to workers behind one relay, with their node's lock, so that calls of other threads come before or
-    after them on the link, as their ids say."""
-    open_calls = workers[0].node.calls
-    with open_calls.lock:
-        channels = [worker.channel for worker in workers if worker.link is link]
-        there = workers if len(channels) == len(workers) else [worker for worker in workers if worker.link is link]
-        if there:
-            calls = [each for call in new for each in call.of_relay(link, there, channels)]
-            for call, _ in calls:
-                open_calls.add(call)
+def _send(new: Sequence[_NewCall], workers: list[RemoteWorker]) -> None:
+    """Sends calls to workers of one node, with its lock, so that calls of other threads come before or after them on
+    the link to its relay, as their ids say."""
+    with workers[0].node.calls.lock:
+        link = workers[0].link or next(filter(None, map(_LINK, workers)), None)
+        there = workers
+        if link is not None:
+            channels = [worker.channel for worker in workers if worker.link is link]
+            if len(channels) < len(workers):
+                there = [worker for worker in workers if worker.link is link]
+            calls = new[0].of_relay(link, there, channels)
+            for call in new[1:]:
+                calls += call.of_relay(link, there, channels)
             with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
                 link.send_calls(calls)
-        if there is not workers:  # some have ended, or connected anew
+        if link is None or there is not workers:  # there is no relay, or some have ended, or connected anew
             for worker in workers:
-                if worker not in there:
+                if link is None or worker not in there:
                     for each in new:
                         worker.send_new_call(each.group, each.signature, each.arguments)
