@@ -108,7 +108,7 @@ class FrameSocket(Protocol):
 
     def fileno(self) -> int: ...
     def setblocking(self, flag: bool, /) -> None: ...
-    def sendmsg(self, buffers: list[memoryview], /) -> int: ...
+    def sendmsg(self, buffers: list[Buffer], /) -> int: ...
     def recv(self, size: int, /) -> bytes: ...
     def recv_into(self, buffer: memoryview, /) -> int: ...
     def shutdown(self, how: int, /) -> None: ...
@@ -132,7 +132,7 @@ class Connection:
         self._sending = threading.Lock()
         self._queueing = threading.Lock()
         """Held for a moment, so that frames leave in the order of their numbers."""
-        self._outbox: deque[bytes | memoryview] = deque()
+        self._outbox: deque[Buffer] = deque()
         self._sent_codes, self._received_codes = FrameCodes(keys.send), FrameCodes(keys.receive)
         self._header = bytearray(_LENGTH.size + CODE_BYTES)
         self._body: bytearray | None = None
@@ -303,7 +303,7 @@ class Connection:
             return None
         size: int = _LENGTH.unpack_from(ahead)[0]
         end = start + size
-        if len(ahead) < end + CODE_BYTES:
+        if len(ahead) < end + CODE_BYTES or size > self.max_frame:
             return None
         content = ahead[start:end]
         of_length, code = self._received_codes.of_frame(size, (content,))
