@@ -154,9 +154,16 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
         text = (
             f"{_rank_list(waiting.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
         )
-        yield Candidate(
-            "uneven_data", 0.45, [], waiting.absent, lost[0].operation, text, facts + _wait_facts(waiting, ())
-        )
+        killed = all(_stopped_midway(waiting, rank) for rank in waiting.absent)
+        cls = "external_kill" if killed else "uneven_data"
+        yield Candidate(cls, 0.45, [], waiting.absent, lost[0].operation, text, facts + _wait_facts(waiting, ()))
+
+
+def _stopped_midway(waiting: WaitingRanks, rank: int) -> bool:
+    """Whether the last line of a rank is a counter that had not reached its total. One that leaves by itself mostly
+    says so."""
+    last, lines = last_step_by_rank(waiting.history.counters).get(rank), _last_lines(waiting.history, rank)
+    return last is not None and bool(lines) and last.step + 1 < last.of and last.line == lines[-1].line
 
 
 def _crashed(waiting: WaitingRanks) -> bool:
