@@ -31,13 +31,13 @@ FLOORS: dict[tuple[str, Callable[[ReadCase], object]], tuple[int, int]] = {
     ("held_out", by_case): (17, 9),
     ("held_out", by_family): (15, 7),
     ("ran", by_case): (213, 49),
-    ("ran", by_family): (196, 46),
+    ("ran", by_family): (197, 47),
     ("set_aside", by_case): (58, 15),
     ("set_aside", by_family): (56, 15),
-    ("second_set_aside", by_case): (35, 4),
-    ("second_set_aside", by_family): (29, 4),
-    ("third_set_aside", by_case): (73, 19),
-    ("third_set_aside", by_family): (57, 18),
+    ("second_set_aside", by_case): (36, 4),
+    ("second_set_aside", by_family): (30, 4),
+    ("third_set_aside", by_case): (80, 23),
+    ("third_set_aside", by_family): (67, 21),
 }
 """Right classes and culprits of a corpus, with the signatures of each case or family left out. They may only rise."""
 

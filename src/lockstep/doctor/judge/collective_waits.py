@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.doctor.judge.job_history import JobHistory
-from lockstep.doctor.logs.line_origin import LineOrigin
 from lockstep.doctor.logs.parsed_log import ParsedLog
 from lockstep.doctor.logs.stack_traces import (
     LIBRARY_FILE,
@@ -86,7 +85,6 @@ class CollectiveWait:
     """
 
     rank: int | None
-    origin: LineOrigin
     operation: str
     path: tuple[TraceFrame, ...] = ()
     timed_out: bool = False
@@ -94,7 +92,6 @@ class CollectiveWait:
     seq: int | None = None
     numel: int | None = None
     started: float | None = None
-    ended: float | None = None
     file: str = ""
     line: int = 0
     text: str = ""
@@ -130,27 +127,17 @@ def collective_of_frames(frames: Iterable[TraceFrame]) -> str:
     return ""
 
 
-def wait_of_traceback(
-    origin: LineOrigin, when: float | None, found: Traceback, log: ParsedLog
-) -> CollectiveWait | None:
+def wait_of_traceback(rank: int | None, found: Traceback, log: ParsedLog) -> CollectiveWait | None:
     """Returns the wait that an exception ended; None if no collective raised the exception."""
     message = f"{found.type}: {found.message}"
     timed_out, peer_lost = bool(TIMEOUT_MESSAGE.search(message)), bool(PEER_LOST_MESSAGE.search(message))
     if not (timed_out or peer_lost):
         return None
     return CollectiveWait(
-        origin.rank,
-        origin,
-        collective_of_frames(found.frames),
-        user_frames(found.frames),
-        timed_out,
-        peer_lost and not timed_out,
-        ended=when,
-        file=log.name,
-        line=found.number,
-        text=found.text,
+        rank, collective_of_frames(found.frames), user_frames(found.frames), timed_out,
+        peer_lost=peer_lost and not timed_out, file=log.name, line=found.number, text=found.text,
         in_backward=any(_BACKWARD.search(each.function) for each in found.frames),
-    )
+    )  # fmt: skip
 
 
 def user_frames(frames: Sequence[TraceFrame]) -> tuple[TraceFrame, ...]:
@@ -176,30 +163,18 @@ def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait])
     A report without a timestamp has that of an earlier line, which does not tell when the wait began.
     """
     for timeout in history.timeouts:
-        rank = timeout.origin.rank
+        rank, match, ran = timeout.rank, timeout.match, timeout.ran_ms
         if rank is None:
             continue
-        known, match = found.get(rank), timeout.match
-        ran = timeout.ran_ms if timeout.ran_ms is not None else timeout.timeout_ms
+        known = found.get(rank)
         dated = match.when is not None and TimestampParser(day=DAY_S).read(match.text) is not None
         started = match.when - ran / 1000 if dated and match.when is not None and ran is not None else None
         if known is None:
             named = "" if timeout.seq is None and timeout.operation in ("send", "recv") else timeout.operation
             found[rank] = CollectiveWait(
-                rank,
-                timeout.origin,
-                normalize_collective(named),
-                (),
-                True,
-                False,
-                timeout.seq,
-                timeout.numel,
-                started,
-                match.when,
-                match.file,
-                match.line,
-                match.text,
-            )
+                rank, normalize_collective(named), timed_out=True, seq=timeout.seq, numel=timeout.numel,
+                started=started, file=match.file, line=match.line, text=match.text,
+            )  # fmt: skip
         else:
             found[rank] = replace(
                 known, seq=timeout.seq if known.seq is None else known.seq,
@@ -218,25 +193,14 @@ def _add_enqueued(history: JobHistory, found: dict[int, CollectiveWait]) -> None
         rank, fields = history.reporting_rank(each), each.fields
         if rank is not None and rank not in found and int(fields["completed"]) < first.seq <= int(fields["enqueued"]):
             found[rank] = CollectiveWait(
-                rank,
-                each.origin,
-                first.operation,
-                (),
-                True,
-                False,
-                first.seq,
-                first.numel,
-                first.started,
-                each.when,
-                each.file,
-                each.line,
-                each.text,
-            )
+                rank, first.operation, timed_out=True, seq=first.seq, numel=first.numel, started=first.started,
+                file=each.file, line=each.line, text=each.text,
+            )  # fmt: skip
 
 
 def _waits_of_tracebacks(history: JobHistory) -> Iterator[CollectiveWait]:
-    for origin, when, traceback, log in history.tracebacks:
-        found = wait_of_traceback(origin, when, traceback, log)
+    for origin, _, traceback, log in history.tracebacks:
+        found = wait_of_traceback(origin.rank, traceback, log)
         if found is not None and (found.operation or found.path):
             yield found
 

@@ -110,13 +110,18 @@ def same_line(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 def first(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """It came before the other failures."""
     rivals = [each for each in job.hypotheses if each is not one and _is_strong(each, job)]
-    return one.since <= min(each.since for each in rivals) if rivals and one.matches else None
+    return job.since(one) <= min(map(job.since, rivals)) if rivals and one.matches else None
 
 
 def late(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """Another failure was there long before."""
+    if not one.matches:
+        return None
+    own = one.matches[0]
+    begin = job.first_of_chain((own.file, own.line))
     earlier = [match for each in job.hypotheses if each is not one and _is_strong(each, job) for match in each.signed]
-    return any(long_before(each, one.matches[0]) and job.stopped(each) for each in earlier) if one.matches else None
+    return any(long_before(each, own) and job.stopped(each) and job.first_of_chain((each.file, each.line)) != begin
+               for each in earlier)  # fmt: skip
 
 
 def ends_stuck(one: FailureHypothesis, job: JobEvidence) -> bool | None:

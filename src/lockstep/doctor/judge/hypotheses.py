@@ -11,12 +11,12 @@ from functools import cached_property
 from lockstep.doctor.judge.job_history import JobHistory, match_order
 from lockstep.doctor.judge.rule_conditions import MatchIndex
 from lockstep.doctor.logs.parsed_log import RuleMatch
-from lockstep.doctor.logs.stack_traces import is_primary
+from lockstep.doctor.logs.stack_traces import Traceback, is_primary
 from lockstep.watch.diagnosis.verdict import Culprit, Fact
 
 NO_FAULT = ("unknown", "benign")
 MIN_LINES = 3
-"""Shorter logs do not show that nothing is wrong."""
+"""Shorter logs do not show that nothing is wrong, unless they show progress."""
 MAX_SIGN_STRENGTH = 0.6
 """A sign is at most this strong."""
 CLOSE_S = 60.0
@@ -128,6 +128,28 @@ class JobEvidence:
         """The exceptions that are failures themselves, with their times."""
         return {(log.name, each.number): when for _, when, each, log in self.history.tracebacks if is_primary(each)}
 
+    @cached_property
+    def _first_of_chain(self) -> Mapping[Site, int]:
+        """The line of the first exception of its chain, for each exception that another one led to."""
+        found: dict[Site, int] = {}
+        last: dict[tuple[str, object], Traceback] = {}
+        for origin, _, each, log in self.history.tracebacks:
+            before = last.get((log.name, origin))
+            if before is not None and before.chained:
+                found[log.name, each.number] = found.get((log.name, before.number), before.number)
+            last[log.name, origin] = each
+        return found
+
+    def first_of_chain(self, site: Site) -> Site:
+        """Returns the line of the exception that led to the one on a line; without such a one, the line itself."""
+        return site[0], self._first_of_chain.get(site, site[1])
+
+    def since(self, one: FailureHypothesis) -> tuple[float, int, int]:
+        """Returns the sort key of the first line of a hypothesis, where the links of a chain have one line."""
+        when, source, line = one.since
+        log = self.history.by_source.get(source)
+        return when, source, line if log is None else self.first_of_chain((log.name, line))[1]
+
     def explains(self, one: RuleMatch, other: RuleMatch) -> bool:
         """Whether a match would follow from another one. Nothing follows from what the job survived, and what happened
         long before an external kill does not follow from it."""
@@ -192,7 +214,8 @@ def propose(history: JobHistory, structural: Iterable[Candidate]) -> JobEvidence
         known.proposed.append(candidate)
     job.hypotheses += by_class.values()
     _separate_explained(job)
-    if history.traits & {"ended_well", "running"} and any(each.lines >= MIN_LINES for each in history.logs):
+    shows_health = "progressed" in history.traits or any(each.lines >= MIN_LINES for each in history.logs)
+    if history.traits & {"ended_well", "running"} and shows_health:
         job.hypotheses.append(FailureHypothesis("benign", [*job.healthy, *history.facts("done")[-2:]]))
     return job
 

@@ -20,7 +20,8 @@ _SURE_STRENGTH = 0.7
 """A cause with a rule of at least this strength outweighs an earlier report of success."""
 _CLOSING = re.compile(
     r"(?i)^(?!.*(?:NCCL|shutdown|\b(?:not|never|only) |n't |\.(?:cc|cpp):\d)).*"
-    r"\b(?:completed?|done|finished|written|wrote|saved|verified|exported|uploaded|passed|succe\w+|all \w+ ok"
+    r"\b(?:completed?|done|finished|written|wrote|saved|verified|exported|uploaded|passed|succe\w+"
+    r"|all \w+ (?:ok|(?!fail|abort|crash|kill|terminat|reject|refus|cancel|stopp|evict|preempt|interrupt)\w+ed)"
     r"|reached step \d+|(?P<all>[1-9]\d*) of (?P=all)|exit(?:ed|ing)?(?: with)? (?:code|status|SystemExit:?)[ :=]*0)\b"
     r"(?!.{0,200}(?:waiting|with errors|(?<! 0 )failed))"
 )
@@ -150,13 +151,15 @@ def closing_lines(history: "JobHistory") -> Mapping[int, int]:
 
 
 def _was_handled(found: Traceback | None, source: int, done: tuple[int, int]) -> bool:
-    """Whether an exception was handled: only its last line was printed, and the job then reported success.
+    """Whether an exception was handled: only its last line was printed, or a logger printed it, and the job then
+    reported success.
 
     Args:
         source: The file of the exception.
         done: File and line of the report.
     """
-    return found is not None and found.is_last_line_only and source == done[0] and found.number < done[1]
+    handled = found is not None and (found.is_last_line_only or found.logged)
+    return found is not None and handled and source == done[0] and found.number < done[1]
 
 
 def _cleans_up(match: RuleMatch, done: Mapping[int, int]) -> bool:

@@ -30,15 +30,26 @@ _RANKS_PER_HOST = 8
 class CollectiveTimeout:
     """A timeout of a collective, as one rank reported it."""
 
-    origin: LineOrigin
-    operation: str
-    seq: int | None
-    numel: int | None
-    ran_ms: float | None
-    timeout_ms: float | None
-    group: str
-    """The number of the process group, if known."""
+    rank: int | None
     match: RuleMatch
+
+    @property
+    def operation(self) -> str:
+        return self.match.fields.get("op", "").lower()
+
+    @property
+    def seq(self) -> int | None:
+        return int(self.match.fields["seq"]) if self.match.fields.get("seq") else None
+
+    @property
+    def numel(self) -> int | None:
+        return _element_count(self.match.fields)
+
+    @property
+    def ran_ms(self) -> float | None:
+        """How long the collective ran, or else its timeout; None if the line says neither."""
+        known = self.match.fields.get("ran_ms") or self.match.fields.get("timeout_ms")
+        return float(known) if known else None
 
 
 @dataclass
@@ -221,23 +232,7 @@ class JobHistory:
     @cached_property
     def timeouts(self) -> list[CollectiveTimeout]:
         """The timeouts of collectives that ranks reported in the last attempt."""
-        found = []
-        for each in self.facts("collective_timeout"):
-            fields = each.fields
-            numbers = {key: float(fields[key]) if fields.get(key) else None for key in ("ran_ms", "timeout_ms")}
-            found.append(
-                CollectiveTimeout(
-                    LineOrigin(self.reporting_rank(each), each.origin.host, each.origin.role, each.origin.pid),
-                    fields.get("op", "").lower(),
-                    int(fields["seq"]) if fields.get("seq") else None,
-                    _element_count(fields),
-                    numbers["ran_ms"],
-                    numbers["timeout_ms"],
-                    fields.get("pg", ""),
-                    each,
-                )
-            )
-        return found
+        return [CollectiveTimeout(self.reporting_rank(each), each) for each in self.facts("collective_timeout")]
 
     @cached_property
     def failures(self) -> list[RuleMatch]:
@@ -251,7 +246,7 @@ class JobHistory:
         numbers = [each.seq for each in self.timeouts if each.seq is not None]
         if numbers:
             return max(numbers) <= 1
-        groups = {each.group for each in self.timeouts if each.group}
+        groups = {each.match.fields.get("pg") for each in self.timeouts} - {None, ""}
         states = self.facts("work_state")
         states = [each for each in states if each.fields.get("pg") in groups] or states
         return bool(states) and all(int(each.fields["completed"]) <= 0 for each in states)
@@ -296,7 +291,7 @@ class JobHistory:
                 found.add("scalar")
         if self._first_collective():
             found.add("first_collective")
-        timed_out = {each.origin.rank for each in timeouts}
+        timed_out = {each.rank for each in timeouts}
         if timeouts and len(self.ranks - timed_out) and timed_out - {None}:
             found.add("silent_ranks")
         for name, fact in (("peer_lost", "peer_lost"), ("mismatch", "mismatch"), ("crashed", "crash")):

@@ -38,29 +38,19 @@ _FACTORS = "inference"
 """The source of the evidence that says what decided."""
 _DETECTORS = (difference_candidates, exception_candidates, structure_candidates, stack_candidates)
 _KIND_OF_CLASS = {
-    "uneven_data": VerdictKind.MISMATCH,
-    "rank_divergent_branch": VerdictKind.MISMATCH,
-    "zero3_generate_desync": VerdictKind.MISMATCH,
-    "slow_rank_preprocess": VerdictKind.ABSENT,
-    "checkpoint_timeout": VerdictKind.ABSENT,
-    "rendezvous_incomplete": VerdictKind.ABSENT,
-    "rank_oom": VerdictKind.DEAD,
-    "host_oom": VerdictKind.DEAD,
-    "rank_exception_masked": VerdictKind.DEAD,
-    "external_kill": VerdictKind.DEAD,
-    "cuda_kernel_error": VerdictKind.DEAD,
-    "nan_or_inf": VerdictKind.DEAD,
-    "vllm_engine_failure": VerdictKind.DEAD,
-    "config_error": VerdictKind.DEAD,
-    "version_mismatch": VerdictKind.DEAD,
-    "storage_fault": VerdictKind.DEAD,
-    "shm_too_small": VerdictKind.DEAD,
-    "p2p_path_broken": VerdictKind.IN_FLIGHT,
-    "network_blocked": VerdictKind.IN_FLIGHT,
-    "ib_rdma_fault": VerdictKind.IN_FLIGHT,
-    "slow_collective_timeout": VerdictKind.SLOW,
-    "ray_resources_pending": VerdictKind.STARVED,
-}
+    cls: kind
+    for kind, classes in {
+        VerdictKind.MISMATCH: ("uneven_data", "rank_divergent_branch", "zero3_generate_desync"),
+        VerdictKind.ABSENT: ("slow_rank_preprocess", "checkpoint_timeout", "rendezvous_incomplete"),
+        VerdictKind.DEAD: ("rank_oom", "host_oom", "rank_exception_masked", "external_kill", "cuda_kernel_error",
+                           "nan_or_inf", "vllm_engine_failure", "config_error", "version_mismatch", "storage_fault",
+                           "shm_too_small"),
+        VerdictKind.IN_FLIGHT: ("p2p_path_broken", "network_blocked", "ib_rdma_fault"),
+        VerdictKind.SLOW: ("slow_collective_timeout",),
+        VerdictKind.STARVED: ("ray_resources_pending",),
+    }.items()
+    for cls in classes
+}  # fmt: skip
 
 
 @dataclass

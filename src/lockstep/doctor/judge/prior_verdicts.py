@@ -62,12 +62,9 @@ def read_prior_verdicts(
         top = Path(given)
         if not top.exists():
             continue
-        incidents = _incident_files(top)
-        stored += [parse_verdict(_read_object(each)) for each in incidents]
-        nested = {} if incidents else _nested_incidents(found, top)
-        incidents += nested
-        stored += nested.values()
-        taken |= set(incidents)
+        incidents = _read_incidents(found, top)
+        stored += incidents.values()
+        taken |= incidents.keys()
         files = [] if incidents else find_dump_files(top, ranks)
         if files:
             from lockstep.watch.dumps.explain_dumps import explain_dumps
@@ -84,26 +81,19 @@ def read_prior_verdicts(
     return PriorVerdicts(tuple(stored), tuple(dumps))
 
 
-def _incident_files(top: Path) -> list[Path]:
-    """Returns the `verdict.json` of an incident, or of all incidents in a folder, newest first."""
-    from lockstep.watch.supervisor.incident import list_incidents
-
-    file = top if top.name == "verdict.json" else top / "verdict.json"
-    if file.is_file():
-        return [file]
-    return [each / "verdict.json" for each in reversed(list_incidents(top))] if top.is_dir() else []
-
-
-def _nested_incidents(found: CollectedSources, top: Path) -> dict[Path, Verdict]:
-    """The incidents deeper in a folder, such as those of a run that lies in it beside its output, newest first. Another
-    program's file of that name is none."""
+def _read_incidents(found: CollectedSources, top: Path) -> dict[Path, Verdict]:
+    """Returns the verdicts of an incident or, newest first, of all incidents at any depth in a folder, by file. Another
+    program's file of that name is no incident, unless it was given."""
+    given = top if top.name == "verdict.json" else top / "verdict.json"
+    if given.is_file():
+        return {given: parse_verdict(_read_object(given))}
     files = [each.path for each in found.sources if each.path is not None and each.path.name == "verdict.json"]
-    nested = {}
+    incidents = {}
     for file in sorted(files, key=lambda each: each.parent.name, reverse=True):
         if top in file.parents:
             with suppress(ValueError):
-                nested[file] = parse_verdict(_read_object(file))
-    return nested
+                incidents[file] = parse_verdict(_read_object(file))
+    return incidents
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -119,15 +109,13 @@ def overriding_verdicts(logs: Verdict, prior: PriorVerdicts, *, logs_read: bool)
     Incidents take precedence, because they were recorded while the job ran, unless only the logs show a cause, or show
     that the job recovered and ended well. Dumps take precedence if there are no logs.
     """
-    if prior.incidents and logs.cause == "benign":
-        needed = STRUCTURE_CONFIDENCE if prior.incidents[0].cause == "unknown" else _ENDED_WELL
-        if logs.confidence > needed:
-            return ()
-    if prior.incidents and not (logs_read and prior.incidents[0].cause == "unknown" and logs.cause not in _NO_FAULT):
-        return prior.incidents
-    if prior.dumps and not logs_read:
-        return prior.dumps
-    return ()
+    if not prior.incidents:
+        return () if logs_read else prior.dumps
+    if prior.incidents[0].cause == "unknown":
+        overruled = logs.cause != "unknown"
+    else:
+        overruled = logs.cause == "benign" and logs.confidence > _ENDED_WELL
+    return () if overruled else prior.incidents
 
 
 def merge_dumps(logs: Verdict, prior: PriorVerdicts) -> Verdict:

@@ -1,7 +1,7 @@
 """Evaluates the conditions of rules (`needs` and `unless`)."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 from lockstep.doctor.judge.job_history import JobHistory, match_order
 from lockstep.doctor.knowledge.knowledge_schema import RuleCondition
@@ -19,10 +19,6 @@ class MatchIndex:
             self._by_id.setdefault(each.rule.id, []).append(each)
             if each.rule.cls and each.rule.signature.role in ("cause", "sign"):
                 self._by_class.setdefault(each.rule.cls, []).append(each)
-
-    @property
-    def by_id(self) -> Mapping[str, Sequence[RuleMatch]]:
-        return self._by_id
 
     def allows(self, match: RuleMatch) -> bool:
         """Whether all conditions that the rule of a match needs are met, and none that excludes it."""

@@ -110,14 +110,16 @@ def _explanation(job: JobEvidence, log_odds: Sequence[float]) -> list[int]:
 
 def _lines_to_explain(job: JobEvidence) -> dict[Site, float]:
     """Returns the lines that ended the job, each with the probability that its class is the cause: the first line of
-    each signature, those of what the detectors found, and exceptions."""
-    found = dict.fromkeys(job.unnamed, _RAISED_PROBABILITY)
+    each signature, those of what the detectors found, and exceptions, of a chain the first."""
+    lines = [(site, _RAISED_PROBABILITY) for site in job.unnamed]
     for candidate in (candidate for each in job.hypotheses for candidate in each.proposed):
-        for fact in candidate.facts:
-            if fact.line is not None:
-                found[fact.file, fact.line] = max(found.get((fact.file, fact.line), 0.0), candidate.weight)
-    for each in {each.rule.id: each for each in reversed(job.causes) if job.stopped(each)}.values():
-        found[each.file, each.line] = max(found.get((each.file, each.line), 0.0), strength_of(each))
+        lines += [((each.file, each.line), candidate.weight) for each in candidate.facts if each.line is not None]
+    causes = {each.rule.id: each for each in reversed(job.causes) if job.stopped(each)}
+    lines += [((each.file, each.line), strength_of(each)) for each in causes.values()]
+    found: dict[Site, float] = {}
+    for site, probability in lines:
+        first = job.first_of_chain(site)
+        found[first] = max(found.get(first, 0.0), probability)
     return found
 
 
@@ -129,4 +131,5 @@ def _covered(one: FailureHypothesis, lines: Sequence[Site], job: JobEvidence) ->
     follow = one.sites | job.explained_by(one)
     if any(map(job.stopped, one.signed)):
         follow |= {site for site in job.unnamed if one.since[0] <= (job.raised[site] or math.inf)}
-    return [each in follow for each in lines]
+    first = {job.first_of_chain(site) for site in follow}
+    return [each in first for each in lines]

@@ -98,7 +98,7 @@ _MARGIN_AFTER_S = 3600.0
 """Large, because a job that hangs prints nothing more."""
 _EDGE_LINES = 40
 """A log's first and last timestamps count if they are within this many lines of its ends."""
-_MIN_LINES = 3
+_MIN_LINES = 2
 """Logs with fewer lines do not show when the job ran."""
 _HALF_YEAR_S = 183 * 86_400.0
 

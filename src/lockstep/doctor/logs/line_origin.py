@@ -83,7 +83,8 @@ _PREFIX = re.compile(
     r"|\[(?:default|trainer|worker)[ _]?(?P<role>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
     r"|\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,(?P<mpihost>[\w.-]+))?\]<(?:stdout|stderr|stddiag)>:"
     r"|(?:stdout|stderr) [FP](?: |$)|(?:> ?)+"
-    rf"|(?P<container>{_HOST})(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
+    rf"|(?:[\w.-]+\.\d+\.[\w.-]+@)?(?P<container>{_HOST})(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
+    r"|(?<=[\dZ] )(?P<syslog>[A-Za-z][\w.-]*) [A-Za-z][\w./@:-]*\[\d+\]:(?= |$)"
     r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
     r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
     r"|\((?P<daemon>raylet|gcs_server|autoscaler|bundle_reservation_check_func)(?:, ip=(?P<dip>[\w.:-]+))?\)"
@@ -180,10 +181,6 @@ def parse_prefixes(line: str, clock: TimestampParser) -> ParsedPrefix:
 def _origin_of_line(line: str) -> tuple[LineOrigin, int]:
     """Returns what the prefixes of a line say, and where its message begins."""
     origin, at = UNKNOWN_ORIGIN, 0
-    if line.startswith("{"):
-        rank, host = _JSON_RANK.search(line, 0, _HEAD_CHARS), _JSON_HOST.search(line, 0, _HEAD_CHARS)
-        if rank or host:
-            return LineOrigin(int(rank["rank"]) if rank else None, host["host"] if host else ""), 0
     for _ in range(_MAX_PREFIXES):
         found = _PREFIX.match(line, at)
         if not found or found.end() == at:
@@ -192,6 +189,9 @@ def _origin_of_line(line: str) -> tuple[LineOrigin, int]:
             break
         origin = _with_prefix(origin, found)
         at = found.end()
+    if line.startswith("{", at):
+        rank, host = _JSON_RANK.search(line, at, _HEAD_CHARS), _JSON_HOST.search(line, at, _HEAD_CHARS)
+        return LineOrigin(int(rank["rank"]) if rank else None, host["host"] if host else "").with_defaults(origin), at
     separator = _SEPARATOR.match(line, at) if at else None
     at = separator.end() if separator else at
     if (origin.rank is None or origin.rank_is_label) and "ank" in line[:_HEAD_CHARS]:
@@ -204,7 +204,7 @@ def _origin_of_line(line: str) -> tuple[LineOrigin, int]:
 _RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named", "leveled")
 _LABEL_GROUPS = ("role", "mpi", "slurm")
 _PID_GROUPS = ("npid", "wpid", "bpid", "gpid")
-_HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "rhost", "bhost", "mpihost")
+_HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "syslog", "rhost", "bhost", "mpihost")
 _OUTERMOST_GROUPS = ("slurm", "pdsh", "container")
 
 

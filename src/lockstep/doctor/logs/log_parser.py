@@ -50,6 +50,8 @@ _TORCHRUN_TRACEBACK = re.compile(r"\btraceback : Traceback")
 """The last row for a rank in torchrun's table of failed ranks."""
 _IGNORED_EXCEPTION = "Exception ignored in"
 """Python prints this before an exception in a finaliser, after which the process continues."""
+_LOGGED = re.compile(r"^.{0,60}\b(?:ERROR|WARN(?:ING)?|EXCEPTION)\b(?!.{0,400}\bTraceback )")
+"""A record of a logger. A traceback below it was printed by a handler of the exception, not by the end of a process."""
 _INTERLEAVED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
 _PROGRESS_BAR = re.compile(r"\d(?:/\d+|[a-z]{2,12}) \[\d[\d:]*(?:<[\d:?]+)?(?:, [^\]]*)?\]\s*(?=\S)")
 """A progress bar followed by other text on the same line."""
@@ -143,7 +145,7 @@ class LogParser:
         if not recent:
             return
         last = recent[-1]
-        self.log.lines = last.first + last.newlines
+        self.log.lines = last.first + last.newlines - last.data.endswith(b"\n")
         left = self._tail_bytes
         windows: list[Page] = []
         for page in reversed(recent):
@@ -283,6 +285,8 @@ class LogParser:
         before = clean_text(page.data[page.data.rfind(b"\n", 0, max(0, start - 1)) + 1 : start])
         if _IGNORED_EXCEPTION in before:
             return
+        logged = _LOGGED.search(before) is not None or stack_traces.UNHANDLED_TASK in line
+        found = replace(found, logged=logged)
         about = _SPAWN_HEADER.match(before) or _torchrun_rank(page.data[max(0, start - 1000) : start], line)
         if about and (origin.rank is None or origin.rank_is_label):
             origin = _with_rank(origin, int(about["rank"]))

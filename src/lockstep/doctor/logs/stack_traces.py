@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from lockstep.doctor.logs.line_origin import UNKNOWN_ORIGIN, LineOrigin
 
 TRACEBACK_START = "Traceback (most recent call last)"
-TRACEBACK_STARTS = (TRACEBACK_START, "error raised in its creation task", "Unhandled error (suppress with")
+UNHANDLED_TASK = "Unhandled error (suppress with"
+"""How Ray reports an exception of a task whose result the driver does not wait for."""
+TRACEBACK_STARTS = (TRACEBACK_START, "error raised in its creation task", UNHANDLED_TASK)
 """Starts of a traceback. Ray omits the usual one when it reports an exception of a constructor or a task."""
 EXCEPTION_MARKS = ("error: ", "exception: ")
 """Texts that the last line of a traceback contains, in lower case."""
@@ -99,6 +101,8 @@ class Traceback:
     """The address of the node on which a remote task raised the exception."""
     pid: int | None = None
     """The process of that task."""
+    logged: bool = False
+    """Whether a logger printed it, or Ray for a task that nobody waits for: neither ends the process."""
 
     @property
     def is_last_line_only(self) -> bool:

@@ -20,7 +20,8 @@ _STEP = re.compile(
     r"|(?:^|[\s:\]])\[ ?(?P<square>\d{1,9})\](?= ?[\w/]*(?:loss|acc|reward|return|ppl|grad|score)\w*[=: ]+-?[\d.])"
     r"|\b(?:Train|Test|Val\w{0,8}|Eval\w{0,6}):? ?(?:\[\d+\])?\[ *(?P<within>\d{1,9})/(?P<within_of>\d{1,9})\]"
     r"|\b(?:rows|samples|requests|prompts|episodes|documents|tasks|images|examples|trials|trajectories)(?: \w+)?"
-    r"[ =:]{1,2}(?P<count>\d+)\b|\b(?:rollout|episode|game|sample|request|[Tt]rial|question) #?(?P<number>\d+)\b"
+    r"[ =:]{1,2}(?P<count>\d+)\b"
+    r"|\b(?:rollout|episode|game|[Rr]ound|sample|request|[Tt]rial|question) #?(?P<number>\d+)\b"
     r"|(?:^|[\s:\]])(?P<bare>\d{1,9})/(?P<bare_of>\d{1,9}) {1,3}(?=[\w/]+=\S)"
 )
 _BAR = re.compile(r"\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<")

@@ -181,3 +181,47 @@ def test_a_placement_group_that_became_ready_is_not_waited_for(tmp_path: Path) -
     starts = "2026-11-28 00:26:59,431 INFO worker.py:2038 -- Started a local Ray instance."
     lines = [starts, "waiting for placement group", "placement group is ready"]
     assert judged(tmp_path, driver=lines).cause == "benign"
+
+
+def test_a_kill_without_a_line_about_memory_is_no_lack_of_memory(tmp_path: Path) -> None:
+    killed = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL"
+    bare = judged(tmp_path / "bare", job=[*steps(0, 9), killed])
+    assert bare.cause == "external_kill" and bare.confidence < 0.8
+    assert "host_oom" in [each.what for each in bare.alternatives]
+    kernel = "[7712.2] Memory cgroup out of memory: Killed process 40122 (python) total-vm:91233kB"
+    assert judged(tmp_path / "proven", job=[*steps(0, 9), killed, kernel]).cause == "host_oom"
+
+
+_TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "/home/u/verify.py", line 36, in verify',
+    "    raise ValueError(answer)",
+    "ValueError: answer 5 has no box",
+]
+
+
+def test_an_exception_that_a_logger_printed_before_a_good_end_was_handled(tmp_path: Path) -> None:
+    record, end = (
+        "2026-11-21 14:10:30 | ERROR | verify | answer 5 failed",
+        "2026-11-21 14:10:31 | INFO | all answers scored",
+    )
+    assert judged(tmp_path / "logged", job=[record, *_TRACEBACK, end]).cause == "benign"
+    assert judged(tmp_path / "last", job=[record, *_TRACEBACK]).cause == "rank_exception_masked"
+    lost = end.replace("scored", "aborted")
+    assert judged(tmp_path / "aborted", job=[record, *_TRACEBACK, lost]).cause == "rank_exception_masked"
+
+
+def test_a_chain_of_exceptions_is_one_failure(tmp_path: Path) -> None:
+    during = ["", "During handling of the above exception, another exception occurred:", ""]
+    missing = [*_TRACEBACK[:3], "FileNotFoundError: [Errno 2] No such file or directory: '/mnt/code'"]
+    verdict = judged(
+        tmp_path, job=[*missing, *during, *_TRACEBACK[:3], "ValueError: /mnt/code/a.zip is not a valid path."]
+    )
+    assert verdict.cause == "storage_fault"
+    said = "OSError: It looks like the config file at 'out/config.json' is not a valid JSON file."
+    broken = [*_TRACEBACK[:3], "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"]
+    assert judged(tmp_path / "json", job=[*broken, *during, *_TRACEBACK[:3], said]).cause == "config_error"
+
+
+def test_two_lines_show_no_health(tmp_path: Path) -> None:
+    assert judged(tmp_path, job=["loading the model", "joining the group"]).cause == "unknown"

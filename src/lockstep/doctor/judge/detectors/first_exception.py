@@ -21,9 +21,9 @@ _REJECTING = re.compile(
 _SETTING_UP = re.compile(r"(?i)init|setup|set_up|config|parse|valid|check|resolve|create|build|_new_|_missing_")
 _OF_SYSTEM = re.compile(
     r"CUDA|NCCL|cu[A-Z][a-z]|HIP|driver|out of memory|shared memory|[Cc]onnect|[Tt]imed? ?out|shm|[Ee]rrno|in use"
-    r"|No space|\bfile\b|archive|denied"
+    r"|No space|\bfile\b|archive|denied|\b(?:died|killed|terminated|exited|crashed)\b"
 )
-"""Messages about a device, a connection, memory or files, which no setting explains."""
+"""Messages about a device, a connection, memory, files or the end of a process, which no setting explains."""
 
 
 def exception_candidates(history: JobHistory) -> Iterator[Candidate]:

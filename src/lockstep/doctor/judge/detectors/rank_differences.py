@@ -20,6 +20,7 @@ def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
     """Yields candidates from collective fingerprints, progress totals and versions."""
     yield from _different_operations(history)
     yield from _different_versions(history)
+    yield from _never_announced(history)
 
 
 def _different_operations(history: JobHistory) -> Iterator[Candidate]:
@@ -40,9 +41,9 @@ def _different_operations(history: JobHistory) -> Iterator[Candidate]:
                for each in (match.fields for match in first or mismatches) if each.get("rank")]  # fmt: skip
     ranks = minority_ranks(reports) or tuple(sorted({rank for rank, _, _ in reports}))
     operation = mismatches[0].fields.get("op", "").lower()
-    places = {history.exception_sites[rank] for rank, _, _ in reports if rank in history.exception_sites}
+    places = {history.exception_sites.get(rank) for rank in map(history.rank, mismatches) if rank is not None} - {None}
     types = {each.fields["dtype"] for each in mismatches if "dtype" in each.fields}
-    if len(operations) == 1 and len(places) < 2 and len(types) < 2:
+    if len(operations) <= 1 and len(places) < 2 and len(types) < 2:
         yield Candidate("uneven_data", 0.7, list(mismatches), ranks, operation)
     else:
         yield Candidate("rank_divergent_branch", 0.8, list(mismatches), ranks, operation)
@@ -103,6 +104,19 @@ def _different_versions(history: JobHistory) -> Iterator[Candidate]:
                  if name == library]  # fmt: skip
         culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)
         yield Candidate("version_mismatch", 0.3 if worked else 0.7, [], culprits, "", text, facts[:_MAX_FACTS])
+
+
+def _never_announced(history: JobHistory) -> Iterator[Candidate]:
+    """Yields a candidate if most ranks reported that they start, the others wrote nothing, and nothing else was."""
+    placed = {int(each.fields["rank"]): each for each in history.facts("placed") if each.fields.get("size")}
+    missing = tuple(sorted(history.ranks - set(placed)))
+    if not 0 < len(missing) < len(placed) or history.traits & {"progressed", "exception", "ended_well"}:
+        return
+    if history.failures or any(rank in log.tail_lines for log in history.logs for rank in missing):
+        return
+    text = f"{len(placed)} of {len(history.ranks)} ranks report that they start; the others wrote nothing."
+    facts = [Fact(each.text, file=each.file, line=each.line) for each in placed.values()]
+    yield Candidate("rendezvous_incomplete", 0.5, [], missing, "", text, facts[:_MAX_FACTS])
 
 
 _FILE_FUNCTIONS = re.compile(

@@ -128,35 +128,31 @@ def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
     lost = [each for each in waiting.waits.values() if each.peer_lost]
     if not lost or any(is_primary(traceback) for _, _, traceback, _ in waiting.history.tracebacks):
         return
-    ended = [
-        each
+    ended = {
+        each.rank: each
         for each in likely_first_failures(waiting.history)
         if each.rank is not None and each.rank not in waiting.waits
-    ]
-    ranks = tuple(each.rank for each in ended if each.rank is not None)
-    if ranks and ended_by_signal(waiting.history):
-        text = f"{_rank_list(ranks)} ended by a signal; the others lost the connection."
-        yield Candidate("unknown", 0.5, [], tuple(ended), lost[0].operation, text, _wait_facts(waiting, ()))
-    elif ranks:
-        text = f"{_rank_list(ranks)} ended first, without a message; the others lost the connection."
-        terminated = all(was_terminated(each, waiting.history) for each in ranks)
-        yield Candidate(
-            "external_kill" if terminated else "rank_exception_masked",
-            0.5,
-            [],
-            tuple(ended),
-            lost[0].operation,
-            text,
-            _wait_facts(waiting, ()),
-        )
+    }
+    operation, facts = lost[0].operation, _wait_facts(waiting, ())
+    if ended:
+        signalled = ended_by_signal(waiting.history)
+        terminated = all(was_terminated(rank, waiting.history) for rank in ended)
+        cls = "unknown" if signalled else "external_kill" if terminated else "rank_exception_masked"
+        how = "ended by a signal" if signalled else "ended first, without a message"
+        text = f"{_rank_list(tuple(ended))} {how}; the others lost the connection."
+        yield Candidate(cls, 0.5, [], tuple(ended.values()), operation, text, facts)
     elif waiting.absent and len(waiting.absent) <= len(lost) and not _crashed(waiting):
-        facts = [_last_line_fact(waiting, rank) for rank in waiting.absent[:3] if _last_lines(waiting.history, rank)]
-        text = (
-            f"{_rank_list(waiting.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
-        )
-        yield Candidate(
-            "uneven_data", 0.45, [], waiting.absent, lost[0].operation, text, facts + _wait_facts(waiting, ())
-        )
+        killed = all(_stopped_midway(waiting, rank) for rank in waiting.absent)
+        cls, how = ("external_kill", "broke off between two steps") if killed else ("uneven_data", "left")
+        text = f"{_rank_list(waiting.absent)} {how} while the others were still in {operation or 'a collective'}."
+        yield Candidate(cls, 0.45, [], waiting.absent, operation, text, [*_last_line_facts(waiting), *facts])
+
+
+def _stopped_midway(waiting: WaitingRanks, rank: int) -> bool:
+    """Whether the last line of a rank is a counter that had not reached its total. One that leaves by itself mostly
+    says so."""
+    last, lines = last_step_by_rank(waiting.history.counters).get(rank), _last_lines(waiting.history, rank)
+    return last is not None and bool(lines) and last.step + 1 < last.of and last.line == lines[-1].line
 
 
 def _crashed(waiting: WaitingRanks) -> bool:
@@ -286,9 +282,7 @@ def _absent_ranks(waiting: WaitingRanks) -> Iterator[Candidate]:
     absent = waiting.absent
     first = waiting.timed_out[0]
     text = f"{_rank_list(absent)} did not enter the {first.operation or 'collective'} in which the others timed out."
-    facts = _wait_facts(waiting, absent) + [
-        _last_line_fact(waiting, rank) for rank in absent[:3] if _last_lines(waiting.history, rank)
-    ]
+    facts = [*_wait_facts(waiting, absent), *_last_line_facts(waiting)]
     stack_text = " ".join(f"{frame.function} {frame.source}" for each in waiting.timed_out for frame in each.path)
     activity = _activity_of_absent(waiting, absent)
     cls, weight = activity if activity is not None else (class_of_activity(stack_text) or "unknown", 0.45)
@@ -367,10 +361,11 @@ def _last_lines(history: JobHistory, rank: int) -> list[TailLine]:
     return max(found, key=lambda each: each[-1].when or 0.0, default=[])
 
 
-def _last_line_fact(waiting: WaitingRanks, rank: int) -> Fact:
-    last = _last_lines(waiting.history, rank)[-1]
-    file = next(log.name for log in waiting.history.logs if last in log.tail_lines.get(rank, ()))
-    return Fact(last.text, file=file, line=last.line)
+def _last_line_facts(waiting: WaitingRanks) -> list[Fact]:
+    """Returns the last line of each of the first absent ranks."""
+    last = {rank: lines[-1] for rank in waiting.absent[:3] if (lines := _last_lines(waiting.history, rank))}
+    return [Fact(line.text, file=next(log.name for log in waiting.history.logs if line in log.tail_lines.get(rank, ())),
+                 line=line.line) for rank, line in last.items()]  # fmt: skip
 
 
 def _wait_facts(waiting: WaitingRanks, ranks: Sequence[int]) -> list[Fact]:

@@ -84,3 +84,21 @@ def test_equal_shapes_of_other_types_are_no_uneven_data(tmp_path: Path) -> None:
     types = ("Float", "Double")
     verdict = explain([write(tmp_path, rank0=reported(0, types), rank1=reported(1, types[::-1]))]).verdict
     assert verdict.cause == "rank_divergent_branch"
+
+
+def test_a_rank_that_never_announced_itself_is_missing(tmp_path: Path) -> None:
+    lines = [f"2026-11-21 14:10:0{at} joining the group as trainer{at} of 3" for at in (2, 0)]
+    verdict = explain([write(tmp_path / "waits", job=lines)]).verdict
+    assert verdict.cause == "rendezvous_incomplete" and [each.rank for each in verdict.culprits] == [1]
+    assert explain([write(tmp_path / "runs", job=[*lines, *steps(0, 9)])]).verdict.cause != "rendezvous_incomplete"
+
+
+def test_shapes_that_differ_where_ranks_call_different_lines_are_another_branch(tmp_path: Path) -> None:
+    error = "DistributedOperationException: Cannot apply desired operation due to shape mismatches. All shapes differ."
+
+    def rank(number: int, line: int) -> list[str]:
+        return raised(number, f"accelerate.utils.operations.{error}", ("/home/u/train.py", line, "score", "gather(x)"))
+
+    assert explain([write(tmp_path / "same", job=[*rank(0, 7), *rank(1, 7)])]).verdict.cause == "uneven_data"
+    other = explain([write(tmp_path / "other", job=[*rank(0, 7), *rank(1, 9)])]).verdict
+    assert other.cause == "rank_divergent_branch"

@@ -257,3 +257,18 @@ def test_all_ranks_of_two_hosts_that_use_rdma_wait_for_no_port(tmp_path: Path) -
     not_used = [each.replace("IB", "Socket") for each in used]
     assert judged(tmp_path / "rdma", job=[*used, *waits]).cause == "ib_rdma_fault"
     assert judged(tmp_path / "tcp", job=[*not_used, *waits]).cause == "network_blocked"
+
+
+def test_a_rank_whose_log_breaks_off_between_two_steps_was_killed(tmp_path: Path) -> None:
+    step = "[{}] {}/36 loss=0.5"
+    peers = {f"rank{at}": [step.format(at, 4), step.format(at, 8), *raised(at, LOST)] for at in (0, 2)}
+    killed = judged(tmp_path / "killed", **peers, rank1=[step.format(1, 4), step.format(1, 8)])
+    assert killed.cause == "external_kill" and ranks(killed) == [1] and killed.confidence < 0.8
+    left = judged(tmp_path / "left", **peers, rank1=[step.format(1, 4), step.format(1, 8), "[1] nothing left to do"])
+    assert left.cause == "uneven_data" and ranks(left) == [1]
+
+
+def test_the_death_of_a_process_is_no_setting(tmp_path: Path) -> None:
+    library = ("/venv/lib/python3.11/site-packages/datasets/utils.py", 617, "check", "raise RuntimeError(")
+    verdict = judged(tmp_path, job=raised(0, "RuntimeError: a reader died during the map", library))
+    assert verdict.cause == "rank_exception_masked"
