@@ -16,6 +16,7 @@ import pytest
 from harness import LOCKSTEP, Launched, config, task, write
 from typer.testing import CliRunner
 
+from benchmarks.perfetto_page import INSIDE, MISSING, perfetto_page
 from lockstep.cli import app
 from lockstep.report.timeline_capture_reader import capture_files, has_ended
 
@@ -43,17 +44,21 @@ def slices(trace: dict[str, Any], category: str) -> list[dict[str, Any]]:
 
 
 def check_nesting(trace: dict[str, Any]) -> None:
-    """No slice of a row overlaps another, no time is negative, and every arrow has both ends."""
-    rows, ends = defaultdict(list), defaultdict(set)
+    """No slice of a row overlaps another, or is inside of it, no time is negative, and every arrow has both ends."""
+    rows, inside, ends = defaultdict(list), defaultdict(list), defaultdict(set)
     for each in trace["traceEvents"]:
         assert each["ph"] in "XMCisf" and each.get("ts", 0) >= 0, each
         if each["ph"] == "X":
-            rows[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
+            kind = inside if each["cat"] == INSIDE else rows
+            kind[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
         elif each["ph"] in "sf":
             ends[each["id"]].add(each["ph"])
     for row in rows.values():
         row.sort()
         assert all(before[1] <= after[0] + 0.002 for before, after in pairwise(row))
+    for place, row in inside.items():
+        for began, ended in row:
+            assert any(first < began < ended <= last + 0.002 for first, last in rows[place])
     assert all(found == {"s", "f"} for found in ends.values())
 
 
@@ -133,6 +138,25 @@ def test_chosen_steps_of_both_ranks_are_profiled(run: Path) -> None:
         assert {"ProfilerStep#1", "aten::mm"} <= recorded and any("reduce_scatter" in name for name in recorded)
 
 
+@pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
+def test_perfetto_opens_the_timelines_and_profiles_of_a_run(run: Path) -> None:
+    """Its page and its trace processor: no problems, and nothing else than what stands in the file."""
+    lockstep("timeline", run, "--output", run / "all.json.gz")
+    home = run.parent.parent
+    with perfetto_page() as perfetto:
+        for file in (home / "steps.json.gz", home / "now.json.gz", run / "all.json.gz"):
+            perfetto.open(file)
+            assert perfetto.differences(read_trace(file)) == [], file
+        (counts,) = perfetto.query(
+            "select (select count(*) from slice) as slices, (select count(*) from flow) as arrows"
+        )
+        assert counts["slices"] > 1000 and counts["arrows"] > 10
+        for file in sorted((run / "profiles").iterdir()):
+            perfetto.open(file)
+            assert perfetto.query("select count(*) as n from slice where name = 'aten::mm'")[0]["n"] > 0
+            assert perfetto.problems() == [], file
+
+
 WATCHED = """
     import time
     import torch
@@ -166,6 +190,10 @@ def test_a_watched_torchrun_is_captured(tmp_path: Path) -> None:
         assert watching.wait(60) == 0
     trace = read_trace(tmp_path / "watched.json.gz")
     check_nesting(trace)
+    if not MISSING:
+        with perfetto_page() as perfetto:
+            perfetto.open(tmp_path / "watched.json.gz")
+            assert perfetto.differences(trace) == []
     calls = [each for each in slices(trace, "collectives") if each["name"] == "all_reduce"]
     assert len({each["pid"] for each in calls}) == 2
     waited = [each["args"].get("waited for the last member (us)", 0.0) for each in calls]

@@ -6,11 +6,11 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 
 import gzip
 import heapq
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,10 @@ def build_trace(timeline: Timeline) -> tuple[dict[str, Any], TraceSummary]:
     end = max((each.ended_ns for process in ordered for each in process.slices), default=origin)
     places: dict[int, tuple[int, int]] = {}
     events: list[dict[str, Any]] = []
+    # Perfetto takes a thread with the number of its process for the main thread, and shows it first.
+    tids = itertools.count(len(ordered) + len(timeline.devices) + 1)
     for number, process in enumerate(ordered, start=1):
-        events += _process_events(number, process, origin, places)
+        events += _process_events(number, process, origin, tids, places)
     events += _arrow_events(timeline, origin, places)
     for number, (host, figures) in enumerate(sorted(timeline.devices.items()), start=len(ordered) + 1):
         events += _name_events(number, f"GPUs of {host or 'this host'}", number)
@@ -113,7 +115,7 @@ def _name_events(pid: int, name: str, order: int) -> list[dict[str, Any]]:
 
 
 def _process_events(
-    pid: int, process: TimelineProcess, origin: int, places: dict[int, tuple[int, int]]
+    pid: int, process: TimelineProcess, origin: int, tids: Iterator[int], places: dict[int, tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
     """The events of one process. Stores the process and track of each slice in `places`, by the slice's id."""
     host = f" on {process.host}" if process.host else ""
@@ -121,10 +123,9 @@ def _process_events(
     tracks: dict[str, list[TimelineSlice]] = defaultdict(list)
     for each in process.slices:
         tracks[each.track].append(each)
-    tid = 0
     for track in sorted(tracks, key=_track_order):
         for lane, slices in enumerate(_lanes(tracks[track]), start=1):
-            tid += 1
+            tid = next(tids)
             name = track if lane == 1 else f"{track} ({lane})"
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
@@ -157,7 +158,7 @@ def _counter_event(pid: int, name: str, at_ns: int, value: float) -> dict[str, A
 
 def _rates(samples: list[tuple[int, int]]) -> Iterator[tuple[int, float]]:
     """The growth per second between samples. A counter that is lower than before has begun again."""
-    for (before_at, before), (at, value) in pairwise(samples):
+    for (before_at, before), (at, value) in itertools.pairwise(samples):
         if at > before_at:
             yield before_at, max(0, value - before if value >= before else value) * 1e9 / (at - before_at)
     if samples:
@@ -207,13 +208,18 @@ def _measure_collectives(timeline: Timeline) -> None:
 
 
 def _arrow_events(timeline: Timeline, origin: int, places: dict[int, tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """Arrows from the last rank that entered a collective to those that waited for it."""
+    """Arrows from the last rank that entered a collective to those that waited for it.
+
+    Perfetto turns an arrow round that ends in a slice which began before the one in which it starts, as a call that
+    waited did. So it ends in a slice inside of that call, which begins when the last rank entered.
+    """
+    names = {id(call): process.name for process in timeline.processes for call in process.calls}
     number = 0
     for calls in _joined(timeline):
         last = max(calls, key=lambda call: call.slice.began_ns)
         at = last.slice.began_ns
         waiting = [
-            call for call in calls if call is not last and call.slice.ended_ns >= at and id(call.slice) in places
+            call for call in calls if call.slice.began_ns < at < call.slice.ended_ns and id(call.slice) in places
         ]
         if id(last.slice) not in places:
             continue
@@ -221,6 +227,8 @@ def _arrow_events(timeline: Timeline, origin: int, places: dict[int, tuple[int, 
             number += 1
             if number > MAX_ARROWS:
                 return
+            entry = TimelineSlice("arrival", f"{names[id(last)]} entered", at, call.slice.ended_ns)
+            yield _slice_event(entry, *places[id(call.slice)], origin)
             for phase, end in (("s", last), ("f", call)):
                 pid, tid = places[id(end.slice)]
                 event = {"ph": phase, "cat": "collective", "name": last.operation, "id": number, "pid": pid, "tid": tid}

@@ -2,19 +2,18 @@
 
 import gzip
 import json
-import os
-import shutil
 from binascii import b2a_base64
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.perfetto_page import MISSING, PerfettoPage, perfetto_page
 from lockstep.report.timeline_capture_reader import capture_files, has_ended, read_timeline
 from lockstep.report.timeline_trace import build_trace, write_trace
 from lockstep.watch.beacon.beacon_records import CALL_STRUCT, FLAG_ASYNC, FLAG_FAILED, SEPARATOR
 from lockstep.watch.beacon.span_ring import SpanKind
-from lockstep.watch.communication.call_sizes import bus_bytes, tensor_bytes
 
 MS = 1_000_000
 HEADER = {"lockstep_timeline": 2, "run": "r", "at_ns": 0, "wall": 1_700_000_000.0, "since_ns": 0}
@@ -82,6 +81,9 @@ def test_hosts_are_on_one_clock_and_a_collective_has_its_bandwidth(tmp_path: Pat
     start, end = (each for each in trace["traceEvents"] if each["ph"] in "sf")
     assert (start["pid"], end["pid"], start["ts"], end["ts"]) == (second["pid"], first["pid"], 20_000.0, 20_000.0)
     assert end["bp"] == "e" and start["id"] == end["id"]
+    (arrival,) = slices(trace, "arrival")  # in which the arrow ends
+    assert (arrival["name"], arrival["ts"], arrival["dur"]) == ("policy-1 entered", 20_000.0, 2_000.0)
+    assert (arrival["pid"], arrival["tid"]) == (first["pid"], first["tid"])
     assert trace["otherData"]["began"] == pytest.approx(1_700_000_000.01)
 
 
@@ -197,46 +199,69 @@ def test_the_captures_of_a_run_and_of_its_incidents_are_found(tmp_path: Path) ->
     assert capture_files(file) == [file]
 
 
-@pytest.mark.parametrize(
-    ("shapes", "dtype", "size"),
-    [
-        ("[4, 2], [3]", "float32", 44), ("[]", "int64", 8), ("[0]", "bool", 0), ("[2]", "float32, int64", None),
-        ("", "float32", None), ("[7], [", "float32", None), ("[3]", "bfloat16", 6),
-    ],
-)  # fmt: skip
-def test_the_bytes_of_tensors(shapes: str, dtype: str, size: int | None) -> None:
-    assert tensor_bytes(shapes, dtype) == size
+@pytest.fixture(scope="module")
+def perfetto() -> Iterator[PerfettoPage]:
+    with perfetto_page() as page:
+        yield page
 
 
-@pytest.mark.parametrize(
-    ("operation", "moved"),
-    [
-        ("all_reduce", 150.0), ("all_gather_into_tensor", 300.0), ("reduce_scatter_tensor", 75.0), ("broadcast", 100.0),
-        ("all_gather", 75.0), ("barrier", None),
-    ],
-)  # fmt: skip
-def test_the_bytes_on_the_bus(operation: str, moved: float | None) -> None:
-    """As nccl-tests' PERFORMANCE.md counts them, for 100 bytes and four members."""
-    assert bus_bytes(operation, 100, 4) == moved
+needs_perfetto = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
+SOME = {
+    "spans": [[SpanKind.STAGE, "train", 1 * MS, 40 * MS, 0, ""]]
+    + [[SpanKind.REQUEST, f"r{number}", number * MS, (number + 3) * MS, 7, ""] for number in range(1, 7)],
+    "waits": [["x (future): y", "MainThread", 2 * MS]],
+    "counters": {"tokens": [100, None], "step": [3, 8]},
+}
 
 
-BINARY = os.environ.get("PERFETTO_TRACE_PROCESSOR") or shutil.which("trace_processor_shell")
-
-
-@pytest.mark.skipif(
-    BINARY is None, reason="PERFETTO_TRACE_PROCESSOR names no trace_processor_shell, of which PyPI has none"
-)
-def test_perfetto_reads_the_trace(tmp_path: Path) -> None:
-    perfetto = pytest.importorskip("perfetto.trace_processor")
-    calls = [[call(1, 10 * MS, 32 * MS)], [call(1, 30 * MS, 32 * MS)]]
-    spans = [[SpanKind.STAGE, "train", 1 * MS, 40 * MS, 0, ""]]
-    file = written(tmp_path, HEADER, answer("a", process(0, calls[0], spans=spans), process(1, calls[1])), END)
+@pytest.mark.slow
+@needs_perfetto
+def test_perfetto_reads_all_of_a_trace(tmp_path: Path, perfetto: PerfettoPage) -> None:
+    """Rows, slices, counters, verdicts and arrows, which lead from the rank that was late to the ones that waited."""
+    late = [call(number, (10 * number + 7) * MS, (10 * number + 8) * MS) for number in range(1, 4)]
+    early = [call(number, (10 * number + number) * MS, (10 * number + 9) * MS) for number in range(1, 4)]
+    unfinished = call(4, 50 * MS, 0)
+    devices = {"devices": [{"sample": {"index": 3, "busy": 98, "power_w": 612.5}}]}
+    note = {"verdict": "policy-1 has not entered", "level": "confirmed", "change": "told", "at_ns": 50 * MS}
+    file = written(
+        tmp_path, HEADER, answer("a", process(0, early, **SOME), process(2, [*early, unfinished]), devices=devices),
+        answer("b", process(1, late, **SOME), now=90 * MS), note, END,
+    )  # fmt: skip
     write_trace(read_timeline([file]), tmp_path / "trace.json.gz")
-    settings = perfetto.TraceProcessorConfig(bin_path=BINARY)
-    with perfetto.TraceProcessor(trace=str(tmp_path / "trace.json.gz"), config=settings) as opened:
-        found = [(each.name, each.dur) for each in opened.query("select name, dur from slice order by ts, name")]
-        assert found == [("train", 39 * MS), ("all_reduce", 22 * MS), ("all_reduce", 2 * MS)]
-        (flows,) = opened.query("select count(*) as n from flow")
-        assert flows.n == 1
-        (problems,) = opened.query("select ifnull(sum(value), 0) as n from stats where severity = 'error'")
-        assert problems.n == 0
+    perfetto.open(tmp_path / "trace.json.gz")
+    assert perfetto.differences(trace_of(file)) == []
+    arrows = perfetto.query("select count(*) as n, min(ts) as ts from flow join slice on slice.id = slice_in")
+    assert arrows == [{"n": 6, "ts": 16 * MS}]  # times begin with the first stage, at 1 ms
+    bytes_of = "select distinct extract_arg(arg_set_id, 'args.bytes') as bytes from slice where name = 'all_reduce'"
+    assert perfetto.query(bytes_of) == [{"bytes": 1_000_000}]
+
+
+@pytest.mark.slow
+@needs_perfetto
+def test_perfetto_shows_hostile_text_as_text(tmp_path: Path, perfetto: PerfettoPage) -> None:
+    evil = '"},{"ph":"X","name":"<script>\u2028\u202e'
+    spans = [[99, evil, 2**62, 1, -5, evil], [SpanKind.STAGE, evil * 50, 5, 3, 0, ""]]
+    file = written(tmp_path, HEADER, answer(evil, process(0, [call(1, 7, 3)], spans=spans, name=evil)), END)
+    write_trace(read_timeline([file]), tmp_path / "trace.json")
+    perfetto.open(tmp_path / "trace.json")
+    assert perfetto.differences(trace_of(file)) == []
+
+
+@pytest.mark.slow
+@needs_perfetto
+def test_a_trace_that_perfetto_reads_otherwise_is_noticed(tmp_path: Path, perfetto: PerfettoPage) -> None:
+    """What the tests above rely on: of two slices that overlap in a row, Perfetto drops one."""
+    named = [
+        {"ph": "M", "name": f"{what}_name", "pid": 1, "tid": tid, "args": {"name": what}}
+        for what, tid in (("process", 0), ("thread", 1))
+    ]
+    overlapping = [
+        {"ph": "X", "cat": "stages", "name": name, "pid": 1, "tid": 1, "ts": ts, "dur": 10.0, "args": {}}
+        for name, ts in (("a", 0.0), ("b", 5.0))
+    ]
+    trace = {"traceEvents": [*named, *overlapping]}
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    perfetto.open(tmp_path / "trace.json")
+    dropped, slices_read = perfetto.differences(trace)
+    assert dropped == "slice_drop_overlapping_complete_event: 1"
+    assert slices_read == "slices: [('process', 'thread', 'b', 5000, 10000, 0)] read as []"
