@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -126,6 +127,19 @@ def open_view(page: BrowserPage, address: str, view: str, more: str = "") -> flo
     page.open(f"{address}&view={view}{more}")
     mark = f"performance.getEntriesByName('lockstep-{view}-shown')[0]?.startTime"
     return float(page.until(mark, LIMIT_S))
+
+
+def run_ids(page: BrowserPage, address: str) -> dict[str, str]:
+    """The ids by which addresses name runs, by the names of their folders. The page must be open at this address."""
+    ask = f"{{ headers: {{ Authorization: 'Bearer {urlsplit(address).fragment.removeprefix('token=')}' }} }}"
+    found = page.run(f"fetch('/api/runs', {ask}).then((each) => each.json())")
+    return {Path(run["folder"]).name: run["id"] for run in found["runs"]}
+
+
+def show_many_gpus(page: BrowserPage) -> None:
+    """Fills the open view of hosts with invented figures of 1,000 GPUs."""
+    page.run((Path(__file__).parent / "dashboard_gpus.js").read_text())
+    page.until("view.element.querySelectorAll('.gpu').length >= 8")
 
 
 def use(page: BrowserPage, view: str) -> None:

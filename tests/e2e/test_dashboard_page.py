@@ -13,10 +13,21 @@ import pytest
 from harness import Launched, config, task, write
 
 from benchmarks.chromium import CHROMIUM, BrowserPage, Chromium
-from benchmarks.dashboard_page import GOAL_TASK_MS, VIEWS, make_processes, make_run, open_view, served, use
+from benchmarks.dashboard_page import (
+    GOAL_TASK_MS,
+    VIEWS,
+    make_processes,
+    make_run,
+    open_view,
+    run_ids,
+    served,
+    show_many_gpus,
+    use,
+)
 from lockstep.base.folders import run_shm_dir
 from lockstep.ledger import CompletionSample, Ledger
 from lockstep.watch.beacon.writer import close_beacon
+from lockstep.watch.communication.arrival_totals import ArrivalTotals, Entry
 
 pytest.importorskip("fastapi", reason="needs lockstep-rl[dashboard]")
 pytestmark = [
@@ -38,6 +49,8 @@ UNNAMED = """[...document.querySelectorAll('button, input, select')].map(e => [e
 INJECTED = '<img src=x onerror="document.title=1"><p style="color:red">'
 PLOT = "(b => [b.left, b.top, b.width])(document.querySelector('.plot').getBoundingClientRect())"
 PLOT_LABEL = "document.querySelector('.plot').ariaLabel"
+TICK_SECOND = """[...document.querySelectorAll('#runs li')].find(e => e.innerText.includes('second'))
+  .querySelector('input').click()"""
 LONG = "word " * 200_000
 
 
@@ -57,6 +70,20 @@ def hostile_run(folder: Path) -> None:
         }  # fmt: skip
         ledger.record_event("stall", **stall)
         ledger.record_event("end", reason="finished")
+    late_ranks(folder, (EVIL, "policy-1"))
+
+
+def late_ranks(folder: Path, names: tuple[str, ...]) -> None:
+    """Totals of 100 calls on two communicators: the last process is 20 ms late in most, and 400 ms in every tenth."""
+    totals = ArrivalTotals(folder / "communication.json", "r")
+    totals.describe({1: ("all_reduce", 4 << 20)})
+    for call in range(100):
+        late_ns = 400_000_000 if call % 10 == 9 else 20_000_000
+        for rank, name in enumerate(names):
+            at = call * 10**9 + (late_ns if rank == len(names) - 1 else 0)
+            key = "tp" if call % 2 else "dp"
+            totals.add(key, key, "gloo", len(names), (0, call), rank, name, Entry("h", at, 10**9, 1, 0, False))
+    totals.write(0.0, last=True)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +96,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     try:
         hostile_run(root / "a-hostile")
         make_run(root / "b-first", FEW_STEPS, 24, "first", {"seed": 1})
-        make_run(root / "c-second", FEW_STEPS, 24, "second", {"seed": 2})
+        make_run(root / "c-second", FEW_STEPS, 24, "second", {"seed": 2, "loss": {"clip_high": 0.3}})
+        late_ranks(root / "b-first", ("policy-0", "policy-1", "policy-2"))
         scale.parent.mkdir(exist_ok=True)
         make_run(scale, STEPS)
         run = make_processes(scale, RANKS)
@@ -107,10 +135,9 @@ def ids(address: str, browser: Chromium) -> dict[str, str]:
     """Ids of the runs by the names of their folders."""
     first = browser.page()
     open_view(first, address, "config")
-    token = urlsplit(address).fragment.removeprefix("token=")
-    found = first.run(f"fetch('/api/runs', {{headers: {{Authorization: 'Bearer {token}'}}}}).then(r => r.json())")
+    found = run_ids(first, address)
     first.close()
-    return {Path(run["folder"]).name: run["id"] for run in found["runs"]}
+    return found
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -159,6 +186,70 @@ def test_the_address_restores_what_is_shown_and_never_holds_the_token(
     assert f"steps {first} to {last}" in page.until(f"{PLOT_LABEL}.includes('steps') && {PLOT_LABEL}")
     page.run("document.querySelector('.toolbar .button').click()")
     page.until("!location.hash.includes('from=')")
+
+
+def test_the_curves_of_two_runs_are_overlaid_and_told_apart(
+    address: str, ids: dict[str, str], page: BrowserPage
+) -> None:
+    """Each run has a colour and dashes of its own, in the list and in every chart; unticking one takes it away."""
+    open_view(page, address, "curves", f"&runs={ids['b-first']}&runs={ids['c-second']}&find=reward%2Fmean")
+    page.until("document.querySelectorAll('.chart .legend .swatch').length === 2")
+    assert page.run("document.querySelector('.chart .legend').innerText").split()[::2] == ["first", "second"]
+    looks = page.run(
+        "[...document.querySelectorAll('.chart .legend .swatch')].map(e => e.outerHTML + getComputedStyle(e).color)"
+    )
+    assert len(set(looks)) == 2
+    page.run(TICK_SECOND)
+    page.until("document.querySelectorAll('.chart .legend .swatch').length < 2")
+
+
+ROWS_SHOWN = (
+    "[...document.querySelectorAll('.config tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_differs_between_configs(scheme: str, address: str, ids: dict[str, str], page: BrowserPage) -> None:
+    page.prefer(scheme)
+    open_view(page, address, "config", f"&runs={ids['b-first']}")
+    page.until("document.querySelectorAll('.config tbody tr').length > 5")
+    assert "Tick a second run" in page.run("document.querySelector('.toolbar .note').textContent")
+    page.run(TICK_SECOND)
+    page.until("document.querySelectorAll('.config thead th').length === 3")
+    page.until("document.querySelectorAll('.config tbody tr').length === 3")
+    assert page.run(ROWS_SHOWN) == [
+        ["setting", "first", "second"], ["loss", "–", '{"clip_high":0.3}'], ["name", "first", "second"],
+        ["seed", "1", "2"],
+    ]  # fmt: skip
+    assert page.run("document.querySelector('.toolbar .note').textContent") == "3 settings that differ"
+    cells = page.run(
+        "[...document.querySelectorAll('.config td')]"
+        ".map(e => [e.className, getComputedStyle(e.firstChild).backgroundColor])"
+    )
+    plain, marked = ([shade for kind, shade in cells if kind == wanted] for wanted in ("", "differs"))
+    assert len(marked) == 3 and not set(plain) & set(marked)
+    page.run("document.getElementById('config-find').value = 'SEED'")
+    page.run("document.getElementById('config-find').dispatchEvent(new Event('input'))")
+    page.until("document.querySelectorAll('.config tbody tr').length === 1")
+    assert page.gather() == []
+
+
+def test_the_matrix_has_the_quantiles_of_late_arrivals(address: str, ids: dict[str, str], page: BrowserPage) -> None:
+    """Over both communicators: 100 calls, of which ten are 400 ms late and the others 20 ms."""
+    open_view(page, address, "communication", f"&runs={ids['b-first']}")
+    page.until("document.querySelector('.matrix')")
+    cells = page.run("[...document.querySelectorAll('.matrix tbody tr')].map(r => [...r.cells].map(c => c.innerText))")
+    assert [row[0] for row in cells] == ["policy-0", "policy-1", "policy-2"]
+    assert cells[0][1:] == cells[1][1:] == ["", "", ""] and cells[2][3] == ""
+    for cell in cells[2][1:3]:
+        seconds, p50, p99 = map(float, re.fullmatch(r"([\d.]+) s\s+([\d.]+) / ([\d.]+) ms", cell).groups())  # type: ignore[union-attr]
+        assert seconds == pytest.approx(5.8, abs=0.05)
+        assert (p50, p99) == (pytest.approx(20, rel=0.05), pytest.approx(400, rel=0.05))
+    pairs = page.run(
+        "[...document.querySelector('[aria-label=Pairs]').querySelectorAll('tbody tr')].map(r => r.cells[0].innerText +"
+        " ' ' + r.cells[1].innerText + ' ' + r.cells[2].innerText)"
+    )
+    assert sorted(pairs) == sorted(f"{of} policy-2 policy-{rank}" for of in ("dp", "tp") for rank in (0, 1))
 
 
 def test_every_control_is_reached_and_left_by_keyboard(address: str, ids: dict[str, str], page: BrowserPage) -> None:
@@ -274,9 +365,8 @@ def test_the_graph_of_waits_needs_no_scrolling_sideways(
 
 def test_a_thousand_gpus_are_drawn_in_slices(address: str, page: BrowserPage) -> None:
     open_view(page, address, "hosts")
-    page.run((HERE / "dashboard_gpus.js").read_text())
+    show_many_gpus(page)
     assert page.until("view.element.innerText.includes('125 hosts, 1,000 GPUs, 125 errors')")
-    page.until("view.element.querySelectorAll('.gpu').length >= 8")
     assert page.run("view.element.querySelectorAll('.gpu').length") < 400, "only hosts in sight are filled"
     page.run("view.rank.value = 'errors'; view.rank.dispatchEvent(new Event('change'))")
     page.run("window.scrollTo(0, document.body.scrollHeight)")

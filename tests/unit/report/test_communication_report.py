@@ -45,6 +45,10 @@ def test_the_report_has_the_heat_map_loads_and_the_remark(tmp_path: Path) -> Non
     assert HOSTILE not in page and "&lt;img src=x" in page
     assert json.loads(json.dumps(summary)) == summary
     assert summary["matrix"]["seconds"] == [[0.0, 0.0], [pytest.approx(5.0), 0.0]]
+    (nobody, wait), others = summary["matrix"]["wait_ms"][1][::-1], summary["matrix"]["wait_ms"][0]
+    assert others == [None, None] and nobody is None
+    assert wait == {"p50": pytest.approx(100, rel=0.05), "p99": pytest.approx(100, rel=0.05)}
+    assert "waited 5.0 s for policy-1: p50 " in page
     (first, second) = summary["ranks"]
     assert (first["tokens"], first["work_s"], second["work_s"]) == (15_000, 30.0, 60.0)
     assert second["pace"] / first["pace"] == pytest.approx(2.0)

@@ -9,8 +9,8 @@ the dashboard. It reads what supervisor and ledger have written, and needs no to
             bus_gb_s, checked_gb_s}],
         ranks: [{process, last, caused_s, waited_s, late_ms}],
         pairs: [{late, waiting, calls, seconds, wait_ms}]}]
-    matrix: {processes, seconds: [[s, ...], ...], complete}: row: who was late; column: who waited for it, summed over
-        communicators; null without calls or for more than `MOST_CELLS` processes
+    matrix: {processes, seconds: [[s, ...], ...], wait_ms: [[{p50, p99} or null, ...], ...], complete}: row: who was
+        late; column: who waited for it, over all communicators; null without calls or beyond `MOST_CELLS` processes
     windows: [{began, ended, waited_s: {process: s}, caused_s: {process: s}}]
     loads: [{role, step, speeds, tokens, work_s, blocked_s, memory}], lists by rank; of at most `MOST_STEPS` steps
     thinned_steps: of so many first steps the ledger keeps every tenth one's loads, and the sums; 0 in a short run
@@ -158,10 +158,18 @@ def _matrix(communicators: Sequence[CommunicatorTotals]) -> dict[str, Any] | Non
         return None
     places = {name: number for number, name in enumerate(names)}
     seconds = [[0.0] * len(names) for _ in names]
+    waits: dict[tuple[int, int], TimeHistogram] = {}
     for each in communicators:
         for (late, rank), pair in each.pairs.items():
-            seconds[places[each.processes[late]]][places[each.processes[rank]]] += pair.ns / 1e9
-    return {"processes": names, "seconds": seconds, "complete": all(each.all_pairs for each in communicators)}
+            cell = places[each.processes[late]], places[each.processes[rank]]
+            seconds[cell[0]][cell[1]] += pair.ns / 1e9
+            waits.setdefault(cell, TimeHistogram()).merge(pair.waits)
+    wait_ms = [
+        [_quantiles(waits[row, column]) if (row, column) in waits else None for column in range(len(names))]
+        for row in range(len(names))
+    ]
+    complete = all(each.all_pairs for each in communicators)
+    return {"processes": names, "seconds": seconds, "wait_ms": wait_ms, "complete": complete}
 
 
 def _window(values: Mapping[str, Any]) -> dict[str, Any]:

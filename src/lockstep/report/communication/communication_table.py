@@ -59,8 +59,8 @@ def communication_view(summary: Mapping[str, Any]) -> CommunicationView | None:
     if matrix is not None:
         processes = matrix["processes"]
         most = max(max(row) for row in matrix["seconds"])
-        for name, row in zip(processes, matrix["seconds"], strict=True):
-            cells = [_cell(name, other, seconds, most) for other, seconds in zip(processes, row, strict=True)]
+        for name, row, waits in zip(processes, matrix["seconds"], matrix["wait_ms"], strict=True):
+            cells = [_cell(name, *each, most) for each in zip(processes, row, waits, strict=True)]
             rows.append((name, cells, format_seconds(sum(row))))
     return CommunicationView(
         summary["remarks"], processes, rows, matrix is None or matrix["complete"], operation_rows(summary),
@@ -78,8 +78,10 @@ def report_view(folder: Path) -> CommunicationView | None:
         return None
 
 
-def _cell(late: str, waiting: str, seconds: float, most: float) -> MatrixCell:
+def _cell(late: str, waiting: str, seconds: float, wait: Mapping[str, float] | None, most: float) -> MatrixCell:
     title = f"{waiting} waited {format_seconds(seconds)} for {late}"
+    if wait is not None:
+        title += f": p50 {_ms(wait['p50'])}, p99 {_ms(wait['p99'])} per call"
     return MatrixCell(format_seconds(seconds), title, seconds / most if most > 0 else 0.0, late == waiting)
 
 

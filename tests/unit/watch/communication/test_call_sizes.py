@@ -179,7 +179,8 @@ def test_late_arrivals_have_the_quantiles_of_numpy(
             entry = Entry("h", int(at), 10**9, 1, 0, False)
             totals.add("k", "dp", "gloo", ranks, (0, call), rank, str(rank), entry)
     totals.write(0.0, last=True)
-    (communicator,) = communication_summary(path)["communicators"]
+    summary = communication_summary(path)
+    (communicator,) = summary["communicators"]
     late = ranks - 1 - entered[:, ::-1].argmax(axis=1)  # of several at once, the last rank
     last, spread = entered.max(axis=1), np.ptp(entered, axis=1)
 
@@ -193,9 +194,13 @@ def test_late_arrivals_have_the_quantiles_of_numpy(
         if each["last"]:
             check(each["late_ms"], spread[late == int(each["process"])])
     assert sum(each["calls"] for each in communicator["pairs"]) == calls * (ranks - 1)
+    matrix = summary["matrix"]
     for pair in communicator["pairs"]:
         of = late == int(pair["late"])
-        check(pair["wait_ms"], last[of] - entered[of, int(pair["waiting"])])
+        waits = last[of] - entered[of, int(pair["waiting"])]
+        check(pair["wait_ms"], waits)
+        row, column = (matrix["processes"].index(pair[end]) for end in ("late", "waiting"))
+        check(matrix["wait_ms"][row][column], waits)
 
 
 def test_the_error_of_quantiles_is_the_one_that_docs_state() -> None:

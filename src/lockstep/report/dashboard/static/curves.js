@@ -78,6 +78,7 @@ export class CurvesView {
     if (!this.shown) return;
     this.runs = runs;
     this.list();
+    this.redraw(); // of a run that is no longer chosen nothing is fetched
     this.load();
     // Which charts are in sight is known a frame later; then their curves are fetched.
     await new Promise((done) => { setTimeout(done, FIRST_CURVES_MS); this.loaded = done; if (!this.body.querySelector(".chart")) done(); });

@@ -1,4 +1,4 @@
-// Shows the hosts of a large cluster, as its server would send them: no machine of the tests has GPUs.
+// Shows the hosts of a large cluster with invented figures, as its server would send them: for machines without GPUs.
 (async () => {
   const { HostsView } = await import("./hosts.js");
   const gpu = (index) => ({
