@@ -20,6 +20,8 @@ PAYLOAD = PACKAGE / "watch" / "attach" / "payload"
 """No package: the folder that `lockstep watch` puts on the path of the jobs that it watches."""
 MOST_FILES = 20
 MOST_LINES = 420
+MOST_BODY_LINES = 50
+"""Of a function, without its signature (a command's declares its options) and its docstring."""
 
 PRIVATE_WORDS = re.compile(
     r"\b((?<![\"`])whom(?![\"`])|goes on|go on with|went on|is told|are told|was told|nobody is|said hello"
@@ -60,6 +62,22 @@ def test_a_folder_fits_a_screen(folder: Path) -> None:
 def test_no_file_is_longer_than_one_idea() -> None:
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in SOURCES}
     assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function's statements, from the first to the last one."""
+    statements = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return (statements[-1].end_lineno or 0) - statements[0].lineno + 1 if statements else 0
+
+
+def test_functions_fit_a_screen() -> None:
+    lengths = {
+        f"{path.relative_to(PACKAGE)}: {node.name}": body_lines(node)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_BODY_LINES} == {}
 
 
 def test_sources_and_docs_speak_plain_english() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.data.arrangement.placed_segments import place_segments
 from lockstep.data.forest import Forest, concatenated_ranges, cumulative_bounds
 from lockstep.data.packing import PackingPlan
 from lockstep.data.row_layout import RowLayout
@@ -306,40 +307,30 @@ def build_mini_batch(plan: PackingPlan, forest: Forest, fields: dict[str, np.nda
     order = plan.order()
     count = plan.ranks * plan.microbatches
     row = plan.row[order]
-    segment_counts = np.diff(plan.first_segment)[order]
-    segment = plan.segment[concatenated_ranges(plan.first_segment[:-1][order], segment_counts)]
-    piece = np.repeat(np.arange(len(order)), segment_counts)
-    """The piece of each segment, numbered in this order."""
-    length = forest.length[segment]
-    start = cumulative_bounds(length)
-    row_of_segment = row[piece]
-    token_bounds = cumulative_bounds(np.bincount(row_of_segment, length, count).astype(np.int64))
-    # Finds parents by (piece, segment), which is sorted: a piece has its segments in ascending order.
-    key = piece * (len(forest.tree) + 1) + segment
-    parent_segment = forest.parent[segment]
-    parent = np.where(parent_segment < 0, -1, np.searchsorted(key, piece * (len(forest.tree) + 1) + parent_segment))
+    placed = place_segments(plan, forest, order)
 
     term_counts = np.diff(plan.first_term)[order]
     term = plan.term[concatenated_ranges(plan.first_term[:-1][order], term_counts)]
     piece_of_term = np.repeat(np.arange(len(order)), term_counts)
     source = forest.term_segment[term]
-    entry = np.searchsorted(key, piece_of_term * (len(forest.tree) + 1) + source)
+    entry = np.searchsorted(placed.key, piece_of_term * (len(forest.tree) + 1) + source)
     targets = forest.target_count[source]
     offset = forest.target_offset[concatenated_ranges(forest.first_offset[source], targets)]
-    begin = start[entry] - token_bounds[row[piece_of_term]]
-    parent_entry = parent[entry]
-    before = start[parent_entry] + length[parent_entry] - 1 - token_bounds[row[piece_of_term]]  # never used for a root
+    row_begin = placed.token_bounds[row[piece_of_term]]
+    begin = placed.start[entry] - row_begin
+    parent = placed.parent[entry]
+    before = placed.start[parent] + placed.length[parent] - 1 - row_begin  # never used for a root
     sources = np.where(offset == 0, np.repeat(before, targets), np.repeat(begin - 1, targets) + offset)
     index = concatenated_ranges(forest.target_bounds[term], targets)
 
     if plan.is_path:
         lengths, parents, row_of_part = plan.tokens[order], np.full(len(order), -1), row
     else:
-        parts = cumulative_bounds(np.bincount(row_of_segment, minlength=count))
-        lengths, row_of_part = length, row_of_segment
-        parents = np.where(parent < 0, -1, parent - parts[row_of_segment])
+        parts = cumulative_bounds(np.bincount(placed.row, minlength=count))
+        lengths, row_of_part = placed.length, placed.row
+        parents = np.where(placed.parent < 0, -1, placed.parent - parts[placed.row])
     columns = MicroBatch(
-        tokens=forest.tokens[concatenated_ranges(forest.first_token[segment], length)],
+        tokens=forest.tokens[concatenated_ranges(forest.first_token[placed.segment], placed.length)],
         lengths=lengths.astype(np.int32),
         parents=parents.astype(np.int32),
         sources=sources.astype(np.int32),
@@ -349,16 +340,15 @@ def build_mini_batch(plan: PackingPlan, forest: Forest, fields: dict[str, np.nda
         sequences=forest.sequences[index],
     )
     bounds = (
-        token_bounds,
+        placed.token_bounds,
         cumulative_bounds(np.bincount(row_of_part, minlength=count)),
         cumulative_bounds(np.bincount(row[piece_of_term], targets, count).astype(np.int64)),
     )
-    columns, bounds = _fill_empty_rows(columns, bounds, np.flatnonzero(np.diff(token_bounds) == 0))
+    columns, bounds = _fill_empty_rows(columns, bounds, np.flatnonzero(np.diff(placed.token_bounds) == 0))
     images = None
     if forest.images is not None:
-        images = _images_of_rows(
-            forest.images, segment, row_of_segment, start[:-1] - token_bounds[row_of_segment], count
-        )
+        begins = placed.start[:-1] - placed.token_bounds[placed.row]
+        images = _images_of_rows(forest.images, placed.segment, placed.row, begins, count)
     cost = np.bincount(plan.row // plan.microbatches, plan.cost, plan.ranks)
     return MiniBatch(columns, *bounds, plan.ranks, plan.microbatches, images=images, cost=cost)
 

@@ -159,7 +159,20 @@ def _check_batch_sizes(
                 at,
             )
         return
-    if train and world_size and (micro or accumulation) and train % (world_size * (micro or 1) * (accumulation or 1)):
+    if train:
+        _check_batch_product(advice, train, micro, accumulation, world_size, at)
+
+
+def _check_batch_product(
+    advice: ConfigFindings,
+    train: int,
+    micro: int | None,
+    accumulation: int | None,
+    world_size: int | None,
+    at: ConfigLocation,
+) -> None:
+    """Checks that the batch is the product of micro-batch, accumulation and ranks, as far as they are known."""
+    if world_size and (micro or accumulation) and train % (world_size * (micro or 1) * (accumulation or 1)):
         advice.error(
             "deepspeed-batch",
             f"train_batch_size {train} is not a multiple of micro-batch {micro or 1}"
@@ -169,7 +182,7 @@ def _check_batch_sizes(
             CONFIG_SOURCE,
             at,
         )
-    elif train and micro and accumulation and train % (micro * accumulation):
+    elif micro and accumulation and train % (micro * accumulation):
         advice.error(
             "deepspeed-batch",
             f"train_batch_size {train} is not a multiple of micro-batch {micro} x accumulation {accumulation}",
@@ -178,7 +191,7 @@ def _check_batch_sizes(
             CONFIG_SOURCE,
             at,
         )
-    elif train and micro and accumulation:
+    elif micro and accumulation:
         ranks = train // (micro * accumulation)
         if world_size and ranks != world_size:
             advice.error(
@@ -238,39 +251,49 @@ def _check_zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
             settings.location_of(f"{ZERO_SECTION}.stage"),
         )
         return
+    _check_offload_devices(advice, settings, stage or 0)
+    if stage == 3:
+        _check_full_sharding(advice, settings)
+    else:
+        _check_partial_sharding(advice, settings, stage)
+
+
+def _check_partial_sharding(advice: ConfigFindings, settings: ConfigSettings, stage: int | None) -> None:
+    """Checks what has no effect, or is refused, without sharded parameters."""
     effective_stage = stage or 0
     param = settings.text(f"{ZERO_SECTION}.offload_param.device")
-    if effective_stage < 3:
-        if param in ("cpu", "nvme"):
-            advice.warn(
-                "deepspeed-offload",
-                f"offload_param has no effect with stage {effective_stage}",
-                "Only stage 3 offloads parameters.",
-                f'"stage": 3, or remove {ZERO_SECTION}.offload_param',
-                MODELS_SOURCE,
-                settings.location_of(f"{ZERO_SECTION}.offload_param.device"),
-            )
-        unused = [setting.name for setting in settings if setting.name.startswith(f"{ZERO_SECTION}.stage3_")]
-        if unused and stage is not None:
-            advice.note(
-                "deepspeed-stage",
-                f"{', '.join(each.partition('.')[2] for each in unused)} have no effect with stage {effective_stage}",
-                source=MODELS_SOURCE,
-                at=settings.location_of(*unused),
-            )
-        if (settings.number(f"{ZERO_SECTION}.offload_optimizer.ratio") or 1.0) < 1.0:
-            advice.error(
-                "deepspeed-offload",
-                f"offload_optimizer.ratio below 1 with stage {effective_stage}",
-                "DeepSpeed requires stage 3 for this.",
-                '"ratio": 1.0',
-                MODELS_SOURCE,
-                settings.location_of(f"{ZERO_SECTION}.offload_optimizer.ratio"),
-            )
-    _check_offload_devices(advice, settings, effective_stage)
+    if param in ("cpu", "nvme"):
+        advice.warn(
+            "deepspeed-offload",
+            f"offload_param has no effect with stage {effective_stage}",
+            "Only stage 3 offloads parameters.",
+            f'"stage": 3, or remove {ZERO_SECTION}.offload_param',
+            MODELS_SOURCE,
+            settings.location_of(f"{ZERO_SECTION}.offload_param.device"),
+        )
+    unused = [setting.name for setting in settings if setting.name.startswith(f"{ZERO_SECTION}.stage3_")]
+    if unused and stage is not None:
+        advice.note(
+            "deepspeed-stage",
+            f"{', '.join(each.partition('.')[2] for each in unused)} have no effect with stage {effective_stage}",
+            source=MODELS_SOURCE,
+            at=settings.location_of(*unused),
+        )
+    if (settings.number(f"{ZERO_SECTION}.offload_optimizer.ratio") or 1.0) < 1.0:
+        advice.error(
+            "deepspeed-offload",
+            f"offload_optimizer.ratio below 1 with stage {effective_stage}",
+            "DeepSpeed requires stage 3 for this.",
+            '"ratio": 1.0',
+            MODELS_SOURCE,
+            settings.location_of(f"{ZERO_SECTION}.offload_optimizer.ratio"),
+        )
+
+
+def _check_full_sharding(advice: ConfigFindings, settings: ConfigSettings) -> None:
+    """Checks what stage 3 needs and does not know."""
     if (
-        stage == 3
-        and settings.flag(f"{ZERO_SECTION}.stage3_gather_16bit_weights_on_model_save") is not True
+        settings.flag(f"{ZERO_SECTION}.stage3_gather_16bit_weights_on_model_save") is not True
         and f"{ZERO_SECTION}.stage3_gather_fp16_weights_on_model_save" not in settings
     ):
         advice.warn(
@@ -282,7 +305,7 @@ def _check_zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
             SAVE_SOURCE,
             settings.location_of(f"{ZERO_SECTION}.stage"),
         )
-    if settings.text("gradient_allreduce_op") == "sum" and stage == 3:
+    if settings.text("gradient_allreduce_op") == "sum":
         advice.error(
             "deepspeed-allreduce",
             "gradient_allreduce_op sum with stage 3",

@@ -136,7 +136,7 @@ def _check_rollout_batches(advice: ConfigFindings, config: OpenRLHFConfig, job: 
     """Checks how the samples of a step divide into ranks and optimizer batches."""
     ranks, train = _data_parallel_ranks(config), config.integer("train.batch_size")
     prompts, samples = config.integer("rollout.batch_size"), config.integer("rollout.n_samples_per_prompt")
-    rollout_micro, dynamic = config.integer("rollout.micro_batch_size"), config.on("train.dynamic_batch_enable")
+    rollout_micro = config.integer("rollout.micro_batch_size")
     if not (prompts and samples):
         return
     rollout = prompts * samples
@@ -158,24 +158,8 @@ def _check_rollout_batches(advice: ConfigFindings, config: OpenRLHFConfig, job: 
             BATCH_SOURCE,
             config.location_of("rollout.batch_size", "rollout.n_samples_per_prompt", job=job),
         )
-    if train and rollout < train:
-        advice.warn(
-            "batch-train",
-            f"a step generates {rollout} samples, but {config.shown('train.batch_size')} is {train}",
-            "Each rollout has too few samples for an optimizer step, so gradients accumulate over several rollouts.",
-            f"{config.shown('train.batch_size')} of at most {rollout}",
-            BATCH_SOURCE,
-            config.location_of("train.batch_size", job=job),
-        )
-    elif train and rollout % train and not dynamic:
-        advice.warn(
-            "batch-train",
-            f"{rollout} samples of a step are not a multiple of {config.shown('train.batch_size')} {train}",
-            "The remainder is dropped, or its gradients go into the next step.",
-            f"{config.shown('train.batch_size')} that divides {rollout}",
-            BATCH_SOURCE,
-            config.location_of("train.batch_size", job=job),
-        )
+    if train:
+        _check_optimizer_batches(advice, config, job, rollout, train)
     at_once = config.integer("rollout.vllm_generate_batch_size")
     if at_once and at_once > prompts and not config.on("train.async_enable"):
         advice.error(
@@ -186,6 +170,30 @@ def _check_rollout_batches(advice: ConfigFindings, config: OpenRLHFConfig, job: 
             config.shown("train.async_enable"),
             PARSER_SOURCE,
             config.location_of("rollout.vllm_generate_batch_size", job=job),
+        )
+
+
+def _check_optimizer_batches(
+    advice: ConfigFindings, config: OpenRLHFConfig, job: TrainingCommand, rollout: int, train: int
+) -> None:
+    """Checks how the samples of a step divide into batches of the optimizer."""
+    if rollout < train:
+        advice.warn(
+            "batch-train",
+            f"a step generates {rollout} samples, but {config.shown('train.batch_size')} is {train}",
+            "Each rollout has too few samples for an optimizer step, so gradients accumulate over several rollouts.",
+            f"{config.shown('train.batch_size')} of at most {rollout}",
+            BATCH_SOURCE,
+            config.location_of("train.batch_size", job=job),
+        )
+    elif rollout % train and not config.on("train.dynamic_batch_enable"):
+        advice.warn(
+            "batch-train",
+            f"{rollout} samples of a step are not a multiple of {config.shown('train.batch_size')} {train}",
+            "The remainder is dropped, or its gradients go into the next step.",
+            f"{config.shown('train.batch_size')} that divides {rollout}",
+            BATCH_SOURCE,
+            config.location_of("train.batch_size", job=job),
         )
 
 

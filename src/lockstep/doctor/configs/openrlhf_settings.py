@@ -189,29 +189,34 @@ def judge_openrlhf_memory(
         config.on("ds.adam_offload"),
         trainable=0.02 if config.integer("ds.lora.rank") else 1.0,
     )
-    utilization = config.settings.number(config.name("vllm.gpu_memory_utilization"))
-    engine = None
-    if config.integer("vllm.num_engines") and utilization and 0 < utilization <= 1:
-        shares = config.on("train.colocate_all") and not config.on("train.async_enable")
-        engine = model_memory.EngineShare(
-            shape,
-            parallel,
-            utilization,
-            shares,
-            config.on("vllm.enable_sleep"),
-            longest,
-            config.location_of("vllm.gpu_memory_utilization", "vllm.num_engines", job=job),
-            config.shown("vllm.gpu_memory_utilization"),
-        )
     model_memory.judge_gpu_memory(
         advice,
         training,
-        engine,
+        _engine_share(config, job, shape, longest),
         model_memory.BatchTokens(tokens if shape.layers else None, config.on("ds.use_liger_kernel")),
         gpu_gib,
         config.location_of("actor.model_name_or_path", job=job),
         offloaded_while_generating=config.on("ds.enable_sleep"),
         what="the actor's training",
+    )
+
+
+def _engine_share(
+    config: OpenRLHFConfig, job: TrainingCommand, shape: model_memory.ModelSize, longest: int | None
+) -> model_memory.EngineShare | None:
+    """What an engine takes of a GPU; None if no engine is started, or how much is unknown."""
+    utilization = config.settings.number(config.name("vllm.gpu_memory_utilization"))
+    if not (config.integer("vllm.num_engines") and utilization and 0 < utilization <= 1):
+        return None
+    return model_memory.EngineShare(
+        shape,
+        config.integer("vllm.tensor_parallel_size") or 1,
+        utilization,
+        config.on("train.colocate_all") and not config.on("train.async_enable"),
+        config.on("vllm.enable_sleep"),
+        longest,
+        config.location_of("vllm.gpu_memory_utilization", "vllm.num_engines", job=job),
+        config.shown("vllm.gpu_memory_utilization"),
     )
 
 

@@ -86,56 +86,51 @@ class WordReader:
         done: list[list[WordPiece]] = []
         current: list[WordPiece] | None = None
         parts_read = 0
-
-        def add(text: str, line: int, quoted: bool) -> None:
-            nonlocal current
-            current = (
-                [*(current or []), WordPiece(text, line, quoted)]
-                if len(current or ()) < 64
-                else _merge_pieces(current, text)
-            )
-
         while (char := self._peek()) and not char.isspace() and char not in ";|&<>()":
-            line = self.line
-            if char == "\\":
-                self._take()
-                following = self._take()
-                if following != "\n":
-                    add(following, line, True)
-            elif char == "'":
-                add(self._until("'", line), line, True)
-            elif char == '"':
-                self._take()
-                parts = self._double_quoted(line)
-                for index, part in enumerate(parts):
-                    if index:
+            words, quoted, keeps_empty = self._read_part(char)
+            for index, pieces in enumerate(words):
+                if index:
+                    if current is not None or keeps_empty:
                         done.append(current or [])
-                        current = []
-                    for text, at, _ in part or [WordPiece("", line)]:
-                        add(text, at, True)
-                if not parts:
-                    current = current or None
-            elif self._peek(2) == "$'":
-                self._take()
-                add(self._escaped(line), line, True)
-            elif self._peek(2) == '$"':
-                self._take()
-            elif char in "$`":
-                split = self._split(self._dollar())
-                for index, part in enumerate(split):
-                    if index:
-                        if current is not None:
-                            done.append(current)
-                        current = None
-                    for text, at, _ in part:
-                        add(text, at, False)
-            else:
-                run = _PLAIN.match(self.text, self.at)
-                add(self._take(len(run[0]) if run else 1), line, False)
+                    current = [] if keeps_empty else None
+                for text, at, _ in pieces:
+                    if len(current or ()) < 64:
+                        current = [*(current or []), WordPiece(text, at, quoted)]
+                    else:
+                        current = _merge_pieces(current, text)
+            if not words and keeps_empty:
+                current = current or None
             parts_read += 1
             if parts_read > MAX_PARTS or len(done) > MAX_WORDS:
                 raise self._fail("a word is too long")
         return [*done, *([current] if current is not None else [])]
+
+    def _read_part(self, char: str) -> tuple[list[list[WordPiece]], bool, bool]:
+        """Reads what one quote, backslash or dollar, or a run of plain text, adds to a word.
+
+        Returns:
+            The pieces, where a second item begins a new word; whether they are quoted; and whether empty words stay.
+        """
+        line = self.line
+        if char == "\\":
+            self._take()
+            following = self._take()
+            return [[] if following == "\n" else [WordPiece(following, line)]], True, False
+        if char == "'":
+            return [[WordPiece(self._until("'", line), line)]], True, False
+        if char == '"':
+            self._take()
+            return [pieces or [WordPiece("", line)] for pieces in self._double_quoted(line)], True, True
+        if self._peek(2) == "$'":
+            self._take()
+            return [[WordPiece(self._escaped(line), line)]], True, False
+        if self._peek(2) == '$"':
+            self._take()
+            return [], False, False
+        if char in "$`":
+            return self._split(self._dollar()), False, False
+        run = _PLAIN.match(self.text, self.at)
+        return [[WordPiece(self._take(len(run[0]) if run else 1), line)]], False, False
 
     def _until(self, closing: str, began: int) -> str:
         """Reads from an opening quote to its end."""

@@ -1,4 +1,4 @@
-"""Rules for TRL's trainers: groups of completions, generation, the Trainer, and agreement with DeepSpeed's file."""
+"""Rules for TRL's trainers: groups of completions, the Trainer, and agreement with DeepSpeed's file."""
 
 from pathlib import Path
 
@@ -6,29 +6,16 @@ from lockstep.doctor.configs import shared_rules
 from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigSettings
 from lockstep.doctor.configs.deepspeed_rules import TRAINER_DEEPSPEED_SOURCE
 from lockstep.doctor.configs.option_tables import option_table
-from lockstep.doctor.configs.trl_settings import (
-    ONLINE,
-    TRLConfig,
-    judge_option_names,
-    judge_trl_memory,
-    vllm_mode,
-    zero_stage,
-)
-
-GRPO_SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_config.py"
-
-
-ENGINE_SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/generation/vllm_generation.py"
-
+from lockstep.doctor.configs.trl_engine_rules import GRPO_SOURCE, judge_engine
+from lockstep.doctor.configs.trl_settings import ONLINE, TRLConfig, judge_option_names, judge_trl_memory
 
 TRAINER_SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/training_args.py"
 
 
 def judge_groups(advice: ConfigFindings, config: TRLConfig) -> None:
     """Checks that batches consist of whole groups of completions."""
-    settings, world_size = config.settings, config.world_size
-    group, per_device = settings.integer("num_generations"), settings.integer("per_device_train_batch_size")
-    accumulation = settings.integer("gradient_accumulation_steps") or 1
+    settings = config.settings
+    group = settings.integer("num_generations")
     generation_batch, steps = settings.integer("generation_batch_size"), settings.integer("steps_per_generation")
     at = config.location_of("num_generations", "per_device_train_batch_size", "generation_batch_size")
     if group is not None and group < 2:
@@ -52,20 +39,7 @@ def judge_groups(advice: ConfigFindings, config: TRLConfig) -> None:
             config.location_of("generation_batch_size"),
         )
         return
-    if generation_batch is None and per_device and world_size:
-        # Versions of TRL without generation_batch_size generate one micro-batch at a time.
-        micro_batches = (steps or accumulation) if "generation_batch_size" in settings.defaults else 1
-        generation_batch = per_device * world_size * micro_batches
-    elif generation_batch is not None and per_device and world_size and generation_batch % (per_device * world_size):
-        advice.error(
-            "batch-generation",
-            f"generation_batch_size {generation_batch} is not a multiple of per_device_train_batch_size {per_device}"
-            f" x {world_size} processes",
-            "TRL raises an error.",
-            f"a multiple of {per_device * world_size}",
-            GRPO_SOURCE,
-            config.location_of("generation_batch_size"),
-        )
+    generation_batch = _generation_batch(advice, config)
     if generation_batch is not None and group and generation_batch % group:
         advice.error(
             "batch-groups",
@@ -85,6 +59,30 @@ def judge_groups(advice: ConfigFindings, config: TRLConfig) -> None:
             at,
         )
     _check_group_options(advice, config, group)
+
+
+def _generation_batch(advice: ConfigFindings, config: TRLConfig) -> int | None:
+    """Returns the completions of a generation; None if that depends on an unknown number of processes. Checks that the
+    processes can divide them."""
+    settings, world_size = config.settings, config.world_size
+    per_device = settings.integer("per_device_train_batch_size")
+    accumulation = settings.integer("gradient_accumulation_steps") or 1
+    generation_batch, steps = settings.integer("generation_batch_size"), settings.integer("steps_per_generation")
+    if generation_batch is None and per_device and world_size:
+        # Versions of TRL without generation_batch_size generate one micro-batch at a time.
+        micro_batches = (steps or accumulation) if "generation_batch_size" in settings.defaults else 1
+        generation_batch = per_device * world_size * micro_batches
+    elif generation_batch is not None and per_device and world_size and generation_batch % (per_device * world_size):
+        advice.error(
+            "batch-generation",
+            f"generation_batch_size {generation_batch} is not a multiple of per_device_train_batch_size {per_device}"
+            f" x {world_size} processes",
+            "TRL raises an error.",
+            f"a multiple of {per_device * world_size}",
+            GRPO_SOURCE,
+            config.location_of("generation_batch_size"),
+        )
+    return generation_batch
 
 
 def _check_group_options(advice: ConfigFindings, config: TRLConfig, group: int | None) -> None:
@@ -125,126 +123,6 @@ def _check_group_options(advice: ConfigFindings, config: TRLConfig, group: int |
         )
 
 
-def judge_engine(advice: ConfigFindings, config: TRLConfig) -> None:
-    """Checks how completions are generated: by vLLM, in which mode, or by transformers."""
-    settings = config.settings
-    if not settings.flag("use_vllm"):
-        _check_generation_without_vllm(advice, config)
-        return
-    mode = vllm_mode(config)
-    parallel = settings.integer("vllm_tensor_parallel_size") or 1
-    if mode == "colocate":
-        if config.world_size and config.world_size % parallel:
-            advice.error(
-                "parallel-engine",
-                f"vllm_tensor_parallel_size {parallel} does not divide {config.world_size} processes",
-                "TRL raises an error.",
-                f"a divisor of {config.world_size}",
-                ENGINE_SOURCE,
-                config.location_of("vllm_tensor_parallel_size"),
-            )
-        server_options = [each.name for each in settings if each.name.startswith("vllm_server_")]
-        if server_options:
-            advice.warn(
-                "engine-mode",
-                f"{', '.join(server_options)} have no effect with vllm_mode colocate"
-                + ("" if "vllm_mode" in settings else " (colocate is the default since TRL 1.0)"),
-                "",
-                "vllm_mode: server",
-                GRPO_SOURCE,
-                config.location_of(*server_options),
-            )
-    elif mode == "server":
-        _check_server_engine(advice, config)
-    if settings.flag("ds3_gather_for_generation") is False:
-        advice.note(
-            "zero3-generation",
-            "ds3_gather_for_generation has no effect with vLLM",
-            at=config.location_of("ds3_gather_for_generation"),
-        )
-    _check_engine_lengths(advice, config)
-
-
-def _check_generation_without_vllm(advice: ConfigFindings, config: TRLConfig) -> None:
-    """Reports vLLM's options without vLLM, and slow generation."""
-    settings = config.settings
-    unused = [each.name for each in settings if each.name.startswith("vllm_")]
-    if unused and settings.get("use_vllm") is not None and "use_vllm" not in settings:
-        advice.warn(
-            "engine-unused",
-            f"{', '.join(unused)} have no effect without use_vllm: transformers generates the completions",
-            "transformers is several times slower.",
-            "use_vllm: true",
-            GRPO_SOURCE,
-            config.location_of(*unused),
-        )
-    if zero_stage(config) == 3:
-        advice.warn(
-            "zero3-generation",
-            "ZeRO-3 without vLLM: weights are gathered on every GPU, or layer by layer for each token",
-            "It is slow, needs memory for the whole model on each GPU (ds3_gather_for_generation), and ranks that"
-            " finish early must keep taking part.",
-            "use_vllm: true",
-            GRPO_SOURCE,
-            config.location_of("use_vllm"),
-        )
-
-
-def _check_server_engine(advice: ConfigFindings, config: TRLConfig) -> None:
-    """Checks the options of an engine in a separate server."""
-    settings = config.settings
-    engine_options = [
-        name
-        for name in (
-            "vllm_gpu_memory_utilization",
-            "vllm_tensor_parallel_size",
-            "vllm_max_model_length",
-            "vllm_enable_sleep_mode",
-        )
-        if name in settings
-    ]
-    if engine_options:
-        advice.warn(
-            "engine-mode",
-            f"{', '.join(engine_options)} have no effect with vllm_mode server",
-            "The server has its own options.",
-            "trl vllm-serve --gpu_memory_utilization ... --tensor_parallel_size ...",
-            GRPO_SOURCE,
-            config.location_of(*engine_options),
-        )
-    host = settings.text("vllm_server_host")
-    machines = config.accelerate.integer("num_machines") if config.accelerate is not None else None
-    if (
-        (machines or 1) > 1
-        and host in ("0.0.0.0", "localhost", "127.0.0.1", None)
-        and not settings.has_value("vllm_server_base_url")
-    ):
-        advice.warn(
-            "engine-address",
-            f"vllm_server_host is {host or '0.0.0.0, its default'} with {machines} machines",
-            "Rank 0 calls the server and sends it the weights, so it must reach the server at this address.",
-            "vllm_server_host: the server's address",
-            GRPO_SOURCE,
-            config.location_of("vllm_server_host"),
-        )
-
-
-def _check_engine_lengths(advice: ConfigFindings, config: TRLConfig) -> None:
-    settings = config.settings
-    prompt, completion = settings.integer("max_prompt_length"), settings.integer("max_completion_length")
-    longest = settings.integer("vllm_max_model_length") or settings.integer("vllm_max_model_len")
-    if longest and completion and completion + (prompt or 1) > longest:
-        advice.error(
-            "length-engine",
-            f"vllm_max_model_length {longest} is less than a prompt{f' of {prompt}' if prompt else ''} with"
-            f" max_completion_length {completion}",
-            "vLLM rejects such prompts, or truncates completions.",
-            f"vllm_max_model_length: {completion + (prompt or 1024)}",
-            GRPO_SOURCE,
-            config.location_of("vllm_max_model_length", "max_completion_length"),
-        )
-
-
 def judge_trainer(advice: ConfigFindings, config: TRLConfig) -> None:
     """Checks the options of transformers' Trainer."""
     settings = config.settings
@@ -258,6 +136,26 @@ def judge_trainer(advice: ConfigFindings, config: TRLConfig) -> None:
             config.location_of("fp16"),
         )
     _check_uneven_batches(advice, config)
+    _check_best_model(advice, config)
+    if (
+        config.program == "sft"
+        and settings.flag("packing")
+        and (settings.text("attn_implementation") or "flash") in ("eager", "sdpa")
+        and settings.text("packing_strategy") != "wrapped"
+    ):
+        advice.warn(
+            "trainer-packing",
+            f"packing with attn_implementation {settings.text('attn_implementation')}",
+            "Samples in a packed row attend to each other.",
+            "attn_implementation: flash_attention_2",
+            "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/sft_trainer.py",
+            config.location_of("packing"),
+        )
+
+
+def _check_best_model(advice: ConfigFindings, config: TRLConfig) -> None:
+    """Checks that each checkpoint has an evaluation, by which the best one is chosen."""
+    settings = config.settings
     if settings.flag("load_best_model_at_end") and settings.text("save_strategy") != "best":
         evaluated = settings.text("eval_strategy") or settings.text("evaluation_strategy") or "no"
         saved = settings.text("save_strategy") or "steps"
@@ -284,20 +182,6 @@ def judge_trainer(advice: ConfigFindings, config: TRLConfig) -> None:
                     TRAINER_SOURCE,
                     config.location_of("save_steps"),
                 )
-    if (
-        config.program == "sft"
-        and settings.flag("packing")
-        and (settings.text("attn_implementation") or "flash") in ("eager", "sdpa")
-        and settings.text("packing_strategy") != "wrapped"
-    ):
-        advice.warn(
-            "trainer-packing",
-            f"packing with attn_implementation {settings.text('attn_implementation')}",
-            "Samples in a packed row attend to each other.",
-            "attn_implementation: flash_attention_2",
-            "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/sft_trainer.py",
-            config.location_of("packing"),
-        )
 
 
 def _check_uneven_batches(advice: ConfigFindings, config: TRLConfig) -> None:

@@ -54,7 +54,6 @@ GROUPED = (
 
 def _check_batches(advice: ConfigFindings, config: VerlConfig) -> None:
     gpus, train, samples = config.gpus, config.integer("data.train_batch_size"), config.integer(f"{ROLLOUT}.n") or 1
-    mini, dynamic = config.integer(f"{ACTOR}.ppo_mini_batch_size"), config.on(f"{ACTOR}.use_dynamic_bsz")
     model_parallel = model_parallel_ranks(config)
     if gpus and gpus % model_parallel:
         advice.error(
@@ -72,7 +71,7 @@ def _check_batches(advice: ConfigFindings, config: VerlConfig) -> None:
         )
         return
     ranks = gpus // model_parallel if gpus else None
-    if train and gpus and not dynamic:
+    if train and gpus and not config.on(f"{ACTOR}.use_dynamic_bsz"):
         least = (
             ranks * (config.integer(f"{ACTOR}.ppo_micro_batch_size_per_gpu") or 1)
             if config.engine == "megatron" and ranks
@@ -88,7 +87,13 @@ def _check_batches(advice: ConfigFindings, config: VerlConfig) -> None:
                 VALIDATION_SOURCE,
                 config.location_of("data.train_batch_size", f"{ROLLOUT}.n", "trainer.n_gpus_per_node"),
             )
-    if train and mini and train < mini and not dynamic:
+    _check_optimizer_batches(advice, config)
+    _check_mini_batches(advice, config, ranks)
+
+
+def _check_optimizer_batches(advice: ConfigFindings, config: VerlConfig) -> None:
+    train, mini = config.integer("data.train_batch_size"), config.integer(f"{ACTOR}.ppo_mini_batch_size")
+    if train and mini and train < mini and not config.on(f"{ACTOR}.use_dynamic_bsz"):
         advice.error(
             "batch-mini",
             f"data.train_batch_size {train} is less than ppo_mini_batch_size {mini}",
@@ -106,7 +111,6 @@ def _check_batches(advice: ConfigFindings, config: VerlConfig) -> None:
             ACTOR_SOURCE,
             config.location_of(f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"),
         )
-    _check_mini_batches(advice, config, ranks)
 
 
 def _check_mini_batches(advice: ConfigFindings, config: VerlConfig, ranks: int | None) -> None:
@@ -303,6 +307,10 @@ def _check_parallel_sizes(advice: ConfigFindings, config: VerlConfig) -> None:
             ROLLOUT_SOURCE,
             config.location_of(f"{ROLLOUT}.expert_parallel_size"),
         )
+    _check_actor_sizes(advice, config)
+
+
+def _check_actor_sizes(advice: ConfigFindings, config: VerlConfig) -> None:
     ulysses = f"{ACTOR}.ulysses_sequence_parallel_size"
     if (config.integer(ulysses) or 1) > 1 and not config.on("actor_rollout_ref.model.use_remove_padding"):
         advice.error(
@@ -314,10 +322,10 @@ def _check_parallel_sizes(advice: ConfigFindings, config: VerlConfig) -> None:
             config.location_of(ulysses),
         )
     size = config.integer(f"{ACTOR}.fsdp_config.fsdp_size")
-    if gpus and size and size > 0 and gpus % size:
+    if config.gpus and size and size > 0 and config.gpus % size:
         advice.error(
             "parallel-sizes",
-            f"{ACTOR}.fsdp_config.fsdp_size={size} does not divide {gpus} GPUs",
+            f"{ACTOR}.fsdp_config.fsdp_size={size} does not divide {config.gpus} GPUs",
             "The device mesh cannot be created.",
             "a divisor, or -1",
             WORKERS_SOURCE,

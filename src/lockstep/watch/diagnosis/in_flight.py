@@ -219,43 +219,47 @@ def _none_completes(context: DiagnosisContext, graph: WaitGraph, nodes: list[int
     ):
         return []  # the transfer may still be running
     proven = all_proven_inactive(context, waiters, since)
-    level = VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE
     if out_of_order:
         return [
             Hypothesis(
-                VerdictKind.CYCLE, level, {"past_limit": proven},
+                VerdictKind.CYCLE, VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE, {"past_limit": proven},
                 "entered its collectives in a different order than the others", tuple(out_of_order),
                 node=nodes[0], since=since,
                 alternatives=(Alternative("rank_divergent_branch", 0.5),), others=tuple(waiters),
             )
         ]  # fmt: skip
+    return [_by_elimination(context, graph, nodes, waiters, proven)]
+
+
+def _by_elimination(
+    context: DiagnosisContext, graph: WaitGraph, nodes: list[int], waiters: list[int], proven: bool
+) -> Hypothesis:
+    """The hypothesis that the link or the kernel is at fault: the members entered the collectives in one order."""
     some_complete = _completed_by(context, graph, nodes[0]) > 0
     culprits, hosts = _common_host(context, graph, nodes)
     several_hosts = len(hosts) > 1
     host_names = summarize_list(sorted(hosts), 4)
     spans = (Fact(f"it spans the hosts {host_names}", "communicators"),) if several_hosts else ()
-    return [
-        Hypothesis(
-            VerdictKind.IN_FLIGHT,
-            level,
-            {"past_limit": proven, "by_elimination": True},
-            "all members have entered {collective} and not all complete it"
-            if some_complete
-            else "all members have entered {collective} and none completes it",
-            tuple(culprits),
-            node=nodes[0],
-            since=since,
-            alternatives=(Alternative("network_blocked", 0.5),)
-            if several_hosts
-            else (Alternative("p2p_path_broken", 0.3),),
-            facts=spans + context.device_facts(waiters[:MAX_SHOWN]),
-            collect=(
-                "bytes and retransmits of the links between its hosts" if several_hosts else "GPU and link counters",
-                "native stacks of two members (py-spy dump --native)",
-            ),
-            not_excluded=tuple(each for node in nodes for each in _may_have_stopped(context, graph, node)),
-        )
-    ]
+    return Hypothesis(
+        VerdictKind.IN_FLIGHT,
+        VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
+        {"past_limit": proven, "by_elimination": True},
+        "all members have entered {collective} and not all complete it"
+        if some_complete
+        else "all members have entered {collective} and none completes it",
+        tuple(culprits),
+        node=nodes[0],
+        since=float(graph.since[nodes[0]]),
+        alternatives=(Alternative("network_blocked", 0.5),)
+        if several_hosts
+        else (Alternative("p2p_path_broken", 0.3),),
+        facts=spans + context.device_facts(waiters[:MAX_SHOWN]),
+        collect=(
+            "bytes and retransmits of the links between its hosts" if several_hosts else "GPU and link counters",
+            "native stacks of two members (py-spy dump --native)",
+        ),
+        not_excluded=tuple(each for node in nodes for each in _may_have_stopped(context, graph, node)),
+    )
 
 
 def _any_active(context: DiagnosisContext, processes: list[int]) -> bool:
