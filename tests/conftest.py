@@ -1,5 +1,6 @@
 """One torch thread per test process: two of them share two cores, and the number of threads decides the last bits."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -30,6 +31,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("lockstep")
+
+
+gc.disable()  # until all tests are collected: it would look through thousands of them, again and again
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Keeps what lives until the end out of each later garbage collection."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

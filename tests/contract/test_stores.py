@@ -187,7 +187,6 @@ def test_no_run(url, tmp_path) -> None:
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["store_writer"])
 
 
 def run_writer(url: str, folder: Path, *kill: int | bool) -> tuple[int, list[int]]:
@@ -196,6 +195,7 @@ def run_writer(url: str, folder: Path, *kill: int | bool) -> tuple[int, list[int
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("")
     env = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    FORKS.set_forkserver_preload(["torch", "store_writer"])  # the server is also that of later tests, with ranks
     process = FORKS.Process(target=write_run, args=(url, folder, 4, log, env, *kill))
     process.start()
     process.join(120)

@@ -194,8 +194,9 @@ def main() -> None:
     for module in PRELOAD:
         importlib.import_module(module)
     request = serve(control)
-    if request is not None:
-        become(request, control)
+    if request is None:
+        os._exit(0)  # without the second that the interpreter needs to unload torch
+    become(request, control)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ def test_no_color_leaves_the_live_line(home: Path) -> None:
     assert shown_steps(shown.lines()) == [1, 4]
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_plain_lines(home: Path) -> None:
     _, file = run_file(home, "dumb", steps=4)
     shown = on_terminal(["train", file], ROOT, 200, TERM="dumb")

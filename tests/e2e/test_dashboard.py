@@ -17,6 +17,9 @@ import httpx
 import pytest
 from gated_rewards import Gate
 from harness import LOCKSTEP, Launched, config, task, write
+from typer.testing import CliRunner
+
+from lockstep.cli import app
 
 pytestmark = [pytest.mark.timeout(300)]
 BOUND_S = 90.0
@@ -102,6 +105,13 @@ def ended(home: Path) -> Path:
     return run
 
 
+@pytest.fixture(scope="module")
+def served(ended: Path) -> Iterator[Dashboard]:
+    """One command for all tests that only read."""
+    with serving(str(ended)) as dashboard:
+        yield dashboard
+
+
 def watch_live(dashboard: Dashboard, launched: Launched) -> None:
     """The run waits for its scorer at the gate in step 3."""
     (run,) = dashboard.get("/api/runs")["runs"]
@@ -124,23 +134,22 @@ def watch_live(dashboard: Dashboard, launched: Launched) -> None:
         assert json.loads(next(line for line in lines if line.startswith("data: "))[6:])["state"] == "running"
 
 
-def test_a_finished_run_has_curves_stages_and_samples(ended: Path) -> None:
-    with serving(str(ended)) as dashboard:
-        (run,) = dashboard.get("/api/runs")["runs"]
-        path = f"/api/runs/{run['id']}"
-        names = [each["name"] for each in dashboard.get(f"{path}/metrics")["names"]]
-        assert {"reward/mean", "policy/loss", "time/train_s", "eval/exact_match"} <= set(names)
-        curve = dashboard.get(f"{path}/series?name=reward/mean")["series"]["reward/mean"]
-        assert curve["steps"] == [1, 2, 3, 4, 5]
-        spans = dashboard.get(f"{path}/stages?from=0")["spans"]
-        assert {"rollout", "reward", "train"} <= {span["stage"] for span in spans}
-        assert {span["step"] for span in spans} == {1, 2, 3, 4, 5}
-        samples = dashboard.get(f"{path}/samples?step=5&limit=100")
-        assert samples["total"] >= 16 and {each["version"] for each in samples["samples"]} >= {4}
-        assert any("terms" in each and each["terms"] for each in samples["samples"])
-        prompt = next(each for each in samples["samples"] if each["kind"] == "train")["prompt"]
-        assert dashboard.get(f"{path}/samples?query={prompt}")["total"] >= 4
-        assert dashboard.get(f"{path}/config")["config"]["trainer.ranks"] == 2
+def test_a_finished_run_has_curves_stages_and_samples(served: Dashboard) -> None:
+    (run,) = served.get("/api/runs")["runs"]
+    path = f"/api/runs/{run['id']}"
+    names = [each["name"] for each in served.get(f"{path}/metrics")["names"]]
+    assert {"reward/mean", "policy/loss", "time/train_s", "eval/exact_match"} <= set(names)
+    curve = served.get(f"{path}/series?name=reward/mean")["series"]["reward/mean"]
+    assert curve["steps"] == [1, 2, 3, 4, 5]
+    spans = served.get(f"{path}/stages?from=0")["spans"]
+    assert {"rollout", "reward", "train"} <= {span["stage"] for span in spans}
+    assert {span["step"] for span in spans} == {1, 2, 3, 4, 5}
+    samples = served.get(f"{path}/samples?step=5&limit=100")
+    assert samples["total"] >= 16 and {each["version"] for each in samples["samples"]} >= {4}
+    assert any("terms" in each and each["terms"] for each in samples["samples"])
+    prompt = next(each for each in samples["samples"] if each["kind"] == "train")["prompt"]
+    assert served.get(f"{path}/samples?query={prompt}")["total"] >= 4
+    assert served.get(f"{path}/config")["config"]["trainer.ranks"] == 2
 
 
 def test_ctrl_c_ends_at_once_with_open_streams(ended: Path) -> None:
@@ -165,19 +174,18 @@ def test_the_token_is_new_at_each_start_and_in_no_log(ended: Path) -> None:
         assert first.end()[1] == "", "requests and tokens are in no log"
 
 
-def test_it_works_through_a_tunnel_and_not_for_another_name(ended: Path) -> None:
-    with serving(str(ended)) as dashboard:
-        headers = {"authorization": f"Bearer {dashboard.token}"}
-        for host, status in (("localhost:18000", 200), ("127.0.0.1:1", 200), ("evil.example:18000", 421)):
-            answer = httpx.get(dashboard.url + "api/runs", headers={**headers, "host": host})
-            assert answer.status_code == status
+def test_it_works_through_a_tunnel_and_not_for_another_name(served: Dashboard) -> None:
+    headers = {"authorization": f"Bearer {served.token}"}
+    for host, status in (("localhost:18000", 200), ("127.0.0.1:1", 200), ("evil.example:18000", 421)):
+        answer = httpx.get(served.url + "api/runs", headers={**headers, "host": host})
+        assert answer.status_code == status
 
 
 @pytest.mark.parametrize(
     "path", ["/../../../etc/passwd", "/./", "/%2e%2e/%2e%2e/x", "//", "/static/..", "http://x/api"]
 )
-def test_a_raw_path_reaches_no_file(ended: Path, path: str) -> None:
-    with serving(str(ended)) as dashboard, socket.create_connection(("127.0.0.1", dashboard.port), 10) as raw:
+def test_a_raw_path_reaches_no_file(served: Dashboard, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), 10) as raw:
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         raw.settimeout(BOUND_S)
         answer = b""
@@ -204,20 +212,18 @@ def test_a_run_folder_that_vanishes_leaves_the_others(home: Path, ended: Path, t
         ([".", "--host", "203.0.113.7"], "Cannot assign requested address"),
     ],
 )
-def test_what_cannot_be_served_is_refused(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_what_cannot_be_served_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
     (tmp_path / "file").write_text("")
-    done = subprocess.run(
-        [*LOCKSTEP, "dashboard", *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=BOUND_S
-    )
-    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["dashboard", *arguments])
+    assert done.exit_code == 2 and done.stdout == "" and isinstance(done.exception, SystemExit), done.exception
     assert said.lower() in " ".join(done.stderr.split()).lower()
 
 
 def test_another_host_or_a_weak_token_is_not_taken_in_silence(ended: Path) -> None:
     with serving(str(ended), "--host", "0.0.0.0") as dashboard:
         assert "unencrypted" in dashboard.end()[1]
-    environment = {**os.environ, "LOCKSTEP_DASHBOARD_TOKEN": "password"}
-    done = subprocess.run(
-        [*LOCKSTEP, "dashboard", str(ended)], env=environment, capture_output=True, text=True, timeout=BOUND_S
-    )
-    assert done.returncode == 2 and "LOCKSTEP_DASHBOARD_TOKEN can be guessed" in " ".join(done.stderr.split())
+    done = CliRunner(env={"LOCKSTEP_DASHBOARD_TOKEN": "password"}).invoke(app, ["dashboard", str(ended)])
+    assert done.exit_code == 2 and "LOCKSTEP_DASHBOARD_TOKEN can be guessed" in " ".join(done.stderr.split())

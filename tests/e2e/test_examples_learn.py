@@ -95,7 +95,10 @@ def make_scenes(home: Path, share: float, seed: int = 11) -> None:
     make_tiny_vision(home / "runs" / "scene-model", seed=seed, **SCENE_MODEL)
 
 
-@pytest.mark.parametrize("name", ["scene_sft.yaml", "scene_grpo.yaml", "scene_dpo.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    ["scene_grpo.yaml", *(pytest.param(each, marks=pytest.mark.slow) for each in ("scene_sft.yaml", "scene_dpo.yaml"))],
+)
 def test_images(tmp_path: Path, name: str) -> None:
     make_scenes(tmp_path, 0.01)
     model = {"path": f"{tmp_path}/runs/scene-model"}

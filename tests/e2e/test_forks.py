@@ -101,6 +101,7 @@ def test_a_fork_does_not_need_its_parent_any_more(parent: tuple[Path, dict[str, 
     assert str(run) in page and "2 steps" in page
 
 
+@pytest.mark.slow
 def test_a_damaged_parent_is_refused_with_the_checkpoint_before(
     parent: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -155,7 +155,7 @@ def test_four_steps_follow_a_plain_loop(home: Path, recipe: str) -> None:
         pytest.param("online_dpo", 2, 256, "auto", marks=pytest.mark.slow),
         ("online_dpo", 2, 8, "auto"),
         pytest.param("online_dpo", 1, 256, "single", marks=pytest.mark.slow),
-        ("rejection_sampling", 2, 16, "auto"),
+        pytest.param("rejection_sampling", 2, 16, "auto", marks=pytest.mark.slow),
     ],
 )
 def test_results_depend_on_neither_ranks_nor_rows(

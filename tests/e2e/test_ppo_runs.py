@@ -185,7 +185,7 @@ def alone(home: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("vapo", "minibatch"),
-    [pytest.param(False, MINIBATCH, marks=pytest.mark.slow), (True, MINIBATCH), (False, PROMPTS * GROUP)],
+    [(True, MINIBATCH), *(pytest.param(False, size, marks=pytest.mark.slow) for size in (MINIBATCH, PROMPTS * GROUP))],
 )
 def test_four_steps_follow_a_plain_loop(home: Path, alone: Path, vapo: bool, minibatch: int) -> None:
     """With `vapo`, the critic has a lambda of its own, each completion one by its length, and those that were cut off

@@ -160,7 +160,8 @@ def test_the_prompts_of_pairs_can_be_completed_and_the_card_names_dpo(home: Path
     assert "| pairs or labelled completions per step | 6 |" in card.stdout and str(home) not in card.stdout
 
 
-@pytest.mark.parametrize("other", ["aot", pytest.param("ipo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["aot", "ipo"])
 def test_results_depend_on_neither_ranks_nor_rows(home: Path, other: str) -> None:
     """Also those of a loss that compares completions of other pairs, which takes two passes; without it, rows of 16
     tokens take two and others one."""

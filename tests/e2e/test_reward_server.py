@@ -6,7 +6,6 @@ import re
 import secrets
 import signal
 import stat
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +14,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from harness import LOCKSTEP
 from served_rewards import Server, make_reward_model, reference_scores, rows, serving
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from lockstep.base.folders import write_private
 from lockstep.base.transport.run_token import estimated_bits
+from lockstep.cli import app
 from lockstep.config.reward import ModelReward
 from lockstep.rewards.reward_terms import build_term
 from lockstep.rewards.reward_values import BadReward
@@ -166,9 +166,8 @@ def test_many_clients_at_once_get_their_own_scores_or_are_asked_to_wait(model: P
 
 
 def test_a_model_without_a_score_head_is_refused(model: Path) -> None:
-    command = [*LOCKSTEP, "serve-reward", str(model.parent / "lm"), "--no-token"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 2 and "no head that gives a score" in " ".join(done.stderr.split())
+    done = CliRunner().invoke(app, ["serve-reward", str(model.parent / "lm"), "--no-token"])
+    assert done.exit_code == 2 and "no head that gives a score" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("path", ["get_reward", "classify", "pooling"])

@@ -312,6 +312,7 @@ def test_the_critic_trains_an_adapter_which_another_run_starts_from(pair: Pair, 
     assert AutoModelForCausalLM.from_pretrained(launched.folder / "critic" / "export").num_parameters()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_critic_that_does_not_exist_is_refused(pair: Pair, tmp_path: Path) -> None:
     refused = pair.start(tmp_path, **adapters(pair, {"path": "nowhere/adapter"}))
     assert refused.finish() == 2, refused.text()

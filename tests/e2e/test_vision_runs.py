@@ -94,6 +94,7 @@ def test_an_engine_and_a_rank_are_killed(reference: References, tmp_path: Path) 
     assert [each["worker"] for each in recoveries(launched.folder)] == ["engine-0", "policy-1"]
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_only_with_the_images_that_it_began_with(tmp_path: Path) -> None:
     home = picture_task(tmp_path)
     values = config(home, "pictures-sft", steps=2, batch_size=4, evaluation=None)

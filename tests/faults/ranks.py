@@ -32,7 +32,7 @@ BACKENDS = ("gloo", emulated_nccl.NAME)
 PR_SET_PDEATHSIG = 1
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "lockstep.watch.recorder.recorder"])
+PRELOAD = ["torch", "torch.distributed", "lockstep.watch.recorder.recorder"]
 
 Body = Callable[[int, "Job"], Any]
 
@@ -106,6 +106,8 @@ class Ranks:
         backend: str = "gloo",
         environment: dict[str, str] | None = None,
     ) -> None:
+        # Not when the module is imported: a module imported later would replace it.
+        context.set_forkserver_preload(PRELOAD)
         self.folder, self.world = folder, world
         self.job = Job(str(folder), world, options, context.Event(), backend, environment or {})
         self._processes = [

@@ -141,13 +141,16 @@ def test_a_host_that_accepts_no_connections_joins_and_is_reported(cable: Cable) 
 
 
 def test_a_host_that_never_joins_is_reported_after_five_seconds(cable: Cable) -> None:
-    launcher = CombinedLauncher([probes(cable), Silent((cable.there, "missing.invalid"))])
+    launcher = probes(cable)
+    hosts = CombinedLauncher([Silent(launcher.hosts), Silent((cable.there, "missing.invalid"))])
     try:
         with CheckHead(TOKEN, cable.here) as head:
+            launcher.start(cable.here, head.port, TOKEN)  # the five seconds begin once they have imported their modules
+            until(lambda: _connections(head.port) == 2, "both probes have connected", bound_s=60)
             reported: list[float] = []
             began = time.monotonic()
             rendezvous = head.gather(
-                launcher, bound_s=5.0, kernels=1, report=lambda absent: reported.append(time.monotonic() - began)
+                hosts, bound_s=5.0, kernels=1, report=lambda absent: reported.append(time.monotonic() - began)
             )
             assert rendezvous.took_s < 5.2
             missing = {each.host: each for each in errors(rendezvous_rules.judge_rendezvous(rendezvous))}
@@ -391,8 +394,14 @@ def _lives(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def until(true: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 15
+def _connections(port: int) -> int:
+    """Connections to a port of this host, accepted or not yet."""
+    opened = psutil.net_connections("tcp4")
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in opened)
+
+
+def until(true: Callable[[], bool], what: str, bound_s: float = 15.0) -> None:
+    end = time.monotonic() + bound_s
     while not true():
         assert time.monotonic() < end, what
         time.sleep(0.05)

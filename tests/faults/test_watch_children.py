@@ -14,7 +14,11 @@ OPTIONS = ("--notice-after", "1", "--confirm-after", "4", "--on-stall", "kill")
 
 @pytest.mark.parametrize(
     ("fault", "kind", "rank"),
-    [("hangs", "absent", 1), ("hangs", "absent", 0), pytest.param("killed", "dead", 1, marks=pytest.mark.slow)],
+    [
+        ("hangs", "absent", 1),
+        pytest.param("hangs", "absent", 0, marks=pytest.mark.slow),
+        pytest.param("killed", "dead", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_worker_of_a_rank_is_named_as_its_rank(tmp_path: Path, fault: str, kind: str, rank: int) -> None:
     """The worker has rank 1 in its own communicator, and the other worker has rank 0: neither is a rank of the job."""

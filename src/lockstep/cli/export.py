@@ -26,12 +26,13 @@ def command(
     from lockstep.ledger.errors import LedgerError
     from lockstep.run.errors import RunRefused
     from lockstep.run.planning.working_folder import in_working_folder
-    from lockstep.run.trained_models.checkpoint_export import export_checkpoint
     from lockstep.train.errors import CheckpointError
 
     out = out.absolute()
     try:
         with in_working_folder(run) as folder:
+            from lockstep.run.trained_models.checkpoint_export import export_checkpoint  # imports torch
+
             done = export_checkpoint(folder, out, step, role, adapter)
     except (RunRefused, LedgerError, CheckpointError, ValueError, OSError) as error:
         TERMINAL.refuse(error)

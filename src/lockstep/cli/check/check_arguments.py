@@ -72,15 +72,6 @@ def read_arguments(
     return CheckRequest(config, assignments, selection)
 
 
-def split_address(where: str) -> tuple[str, int]:
-    """Parses `HOST:PORT` or `[IPv6]:PORT`. Raises ValueError."""
-    host, colon, port = where.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"--join {where}: expected HOST:PORT, as the check on the other host printed it")
-    return host, int(port)
-
-
 def split_names(hosts: str | None) -> tuple[str, ...]:
     """The distinct names in `a,b,c`. Raises ValueError."""
     if hosts is None:

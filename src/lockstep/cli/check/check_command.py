@@ -106,18 +106,16 @@ def command(
 
         lockstep check --join 192.0.2.7:41234 --name node-b
     """
+    events = open_events(log_format, "check")
+    if join is not None:
+        _join_check(join, name, address, wait, events)
+        return
     from lockstep.cli.check.check_arguments import read_arguments
     from lockstep.config.errors import ConfigError
     from lockstep.doctor.output.findings_table import LiveReport
     from lockstep.report.safe_console import SafeConsole
 
-    events = open_events(log_format, "check")
     try:
-        if join is not None:
-            from lockstep.cli.check.check_join import run_probe
-
-            run_probe(join, name, address, wait, events)
-            raise typer.Exit
         if small_first and file is None:
             raise ValueError("--small-first needs the file of a config")
         request = read_arguments(file, overrides or (), hosts, cluster, address, ports, wait)
@@ -175,6 +173,17 @@ def _run_checks(report: "CheckReport", request: "CheckRequest", scope: _Scope, e
         from lockstep.cli.check.check_plan import run_trial
 
         run_trial(report, request.config, scope.trial, request.overrides)
+
+
+def _join_check(where: str, name: str | None, address: str | None, wait_s: float | None, events: CommandEvents) -> None:
+    """Runs as this host's probe. Imports nothing that only the head needs, so that the probe joins soon."""
+    from lockstep.cli.check.check_join import run_probe
+
+    try:
+        run_probe(where, name, address, wait_s, events)
+    except (ValueError, OSError) as error:
+        events.refuse(error)
+        raise typer.Exit(REFUSED) from error
 
 
 def _check_host(report: "CheckReport", request: "CheckRequest") -> None:

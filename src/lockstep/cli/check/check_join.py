@@ -10,7 +10,6 @@ from typing import Any
 
 import typer
 
-from lockstep.cli.check.check_arguments import split_address
 from lockstep.doctor.check.probe.host_probe import JOIN_TIMEOUT_S, serve_probe
 from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE
 from lockstep.report.command_events import TERMINAL, CommandEvents
@@ -28,7 +27,7 @@ def run_probe(
         ValueError: an argument is invalid.
         OSError: the head cannot be reached or refuses this probe, or this host does not have the address.
     """
-    host, port = split_address(where)
+    host, port = _split_address(where)
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         if not sys.stdin.isatty():
@@ -39,6 +38,15 @@ def run_probe(
             signal.signal(number, _exit_on_signal)
     own, bound_s = name or socket.gethostname(), wait_s or JOIN_TIMEOUT_S
     serve_probe(host, port, token, own, address, _gather_facts, bound_s, events.note)
+
+
+def _split_address(where: str) -> tuple[str, int]:
+    """Parses `HOST:PORT` or `[IPv6]:PORT`. Raises ValueError."""
+    host, colon, port = where.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"--join {where}: expected HOST:PORT, as the check on the other host printed it")
+    return host, int(port)
 
 
 def _gather_facts(order: Mapping[str, Any]) -> dict[str, Any]:

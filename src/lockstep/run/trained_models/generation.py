@@ -31,14 +31,8 @@ from lockstep.run.evaluation.evaluator import sample_groups
 from lockstep.run.planning.run_data import source_options, turn_tokenizer, with_images
 from lockstep.run.run_reporter import startup_status
 from lockstep.run.trained_models.engine_session import EngineSession, open_session
-from lockstep.run.trained_models.model_source import (
-    SCRATCH_PREFIX,
-    ModelTarget,
-    find_target,
-    load_target,
-    model_label,
-    target_config,
-)
+from lockstep.run.trained_models.model_source import load_target, model_label, target_config
+from lockstep.run.trained_models.model_target import SCRATCH_PREFIX, ModelTarget, find_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

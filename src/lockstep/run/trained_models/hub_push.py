@@ -15,12 +15,10 @@ from lockstep.base.folders import scratch_dir
 from lockstep.base.hub import REMEDY, hub_problem
 from lockstep.base.text import count_noun, first_line
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.folder_digests import check_digests
 from lockstep.report.model_card import CARD_FILE, model_card
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.working_folder import in_working_folder
-from lockstep.run.trained_models.checkpoint_export import export_checkpoint
-from lockstep.run.trained_models.model_source import SCRATCH_PREFIX, ModelTarget, find_target
+from lockstep.run.trained_models.model_target import SCRATCH_PREFIX, ModelTarget, find_target
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -82,6 +80,8 @@ def push_model(
         raise RunRefused(f"--adapter takes the folder of a run, which {source} is not")
     _check_name(repository.name)
     if target.step is None:
+        from lockstep.models.folder_digests import check_digests  # imports torch
+
         check_digests(Path(target.path), "MODEL")
     api, name = (None, repository.name) if dry_run else _open_repository(repository)
     with _folder_to_push(target, adapter, name, status) as (folder, message):
@@ -113,6 +113,8 @@ def _folder_to_push(
     if target.step is None or target.run is None:
         yield Path(target.path), "Upload a model with Lockstep"
         return
+    from lockstep.run.trained_models.checkpoint_export import export_checkpoint  # imports torch
+
     with scratch_dir(SCRATCH_PREFIX) as scratch:
         folder = scratch / "model"
         status(f"exporting {target.name}")

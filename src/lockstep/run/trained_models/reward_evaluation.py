@@ -24,14 +24,8 @@ from lockstep.run.trained_models.model_evaluation import (
     absolute_dataset,
     evaluate_model,
 )
-from lockstep.run.trained_models.model_source import (
-    SCRATCH_PREFIX,
-    ModelTarget,
-    find_target,
-    load_target,
-    model_label,
-    target_config,
-)
+from lockstep.run.trained_models.model_source import load_target, model_label, target_config
+from lockstep.run.trained_models.model_target import SCRATCH_PREFIX, ModelTarget, find_target
 from lockstep.train.rank_service import choose_device
 
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -105,9 +106,13 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _slow_lines(examine: Callable[[str], Any]) -> list[str]:
-    """The shortened lines for which `examine` takes too long; at most one, because every one costs the limit."""
-    for line in _long_lines():
+def _slow_lines(examine: Callable[[str], Any], one_of: int = 1) -> list[str]:
+    """The shortened lines for which `examine` takes too long; at most one, because every one costs the limit.
+
+    Args:
+        one_of: every how many lines it is tried on.
+    """
+    for line in islice(_long_lines(), 0, None, one_of):
         try:
             with cpu_limit(LIMIT_S):
                 examine(line)
@@ -118,11 +123,20 @@ def _slow_lines(examine: Callable[[str], Any]) -> list[str]:
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=[f"{name}-{n}" for n, name in enumerate(PATTERNS.values())])
 def test_no_pattern_takes_long_for_a_long_line(pattern: re.Pattern[Any]) -> None:
+    """One of five kinds of lines; the long suites try all."""
+    assert not _slow_lines(_examination(pattern), one_of=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_pattern_takes_long_for_any_of_the_lines() -> None:
+    found = {name: _slow_lines(_examination(pattern)) for pattern, name in PATTERNS.items()}
+    assert not [name for name, lines in found.items() if lines], found
+
+
+def _examination(pattern: re.Pattern[Any]) -> Callable[[str], Any]:
     examine = pattern.search if _is_searched(pattern) else pattern.match
-
-    encode = isinstance(pattern.pattern, bytes)
-
-    assert not _slow_lines(lambda line: examine(line.encode() if encode else line))
+    return (lambda line: examine(line.encode())) if isinstance(pattern.pattern, bytes) else examine
 
 
 def test_no_line_takes_long_to_be_sorted_and_dated() -> None:

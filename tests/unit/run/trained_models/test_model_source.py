@@ -15,7 +15,8 @@ from lockstep.base.folders import scratch_dir
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.errors import RunRefused
-from lockstep.run.trained_models.model_source import SCRATCH_PREFIX, find_target, load_target, target_config
+from lockstep.run.trained_models.model_source import load_target, target_config
+from lockstep.run.trained_models.model_target import SCRATCH_PREFIX, find_target
 
 
 def test_runs_checkpoints_exports_and_others_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +80,7 @@ def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
 HOLD = """
 import os
 from lockstep.base.folders import scratch_dir
-from lockstep.run.trained_models.model_source import SCRATCH_PREFIX
+from lockstep.run.trained_models.model_target import SCRATCH_PREFIX
 with scratch_dir(SCRATCH_PREFIX) as folder:
     (folder / "model").mkdir()
     print(folder, flush=True)

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ class Loop:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         assert self._started.wait(10)
+        until = time.monotonic() + 30
+        while not abort.gloo_epolls(None, [self.native]):  # on a busy machine it begins later, and then waits for good
+            assert time.monotonic() < until
+            time.sleep(0.001)
 
     def _run(self) -> None:
         self.native = threading.get_native_id()
