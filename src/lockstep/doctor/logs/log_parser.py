@@ -285,8 +285,9 @@ class LogParser:
         before = clean_text(page.data[page.data.rfind(b"\n", 0, max(0, start - 1)) + 1 : start])
         if _IGNORED_EXCEPTION in before:
             return
+        one_of_several = origin.rank is not None or origin.pid is not None or bool(origin.role)
         logged = _LOGGED.search(before) is not None or stack_traces.UNHANDLED_TASK in line
-        found = replace(found, logged=logged)
+        found = replace(found, logged=logged and not one_of_several)
         about = _SPAWN_HEADER.match(before) or _torchrun_rank(page.data[max(0, start - 1000) : start], line)
         if about and (origin.rank is None or origin.rank_is_label):
             origin = _with_rank(origin, int(about["rank"]))

@@ -102,7 +102,8 @@ class Traceback:
     pid: int | None = None
     """The process of that task."""
     logged: bool = False
-    """Whether a logger printed it, or Ray for a task that nobody waits for: neither ends the process."""
+    """Whether a logger printed it, or Ray for a task that nobody waits for: neither ends the process. False if its
+    lines name a process, since later lines may be those of another one."""
 
     @property
     def is_last_line_only(self) -> bool:

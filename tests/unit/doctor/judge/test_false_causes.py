@@ -207,6 +207,8 @@ def test_an_exception_that_a_logger_printed_before_a_good_end_was_handled(tmp_pa
     )
     assert judged(tmp_path / "logged", job=[record, *_TRACEBACK, end]).cause == "benign"
     assert judged(tmp_path / "last", job=[record, *_TRACEBACK]).cause == "rank_exception_masked"
+    engine = ["(EngineCore pid=7) ERROR failed", *(f"(EngineCore pid=7) {line}" for line in _TRACEBACK)]
+    assert judged(tmp_path / "engine", job=[*engine, f"(APIServer pid=6) {end}"]).cause != "benign"
     lost = end.replace("scored", "aborted")
     assert judged(tmp_path / "aborted", job=[record, *_TRACEBACK, lost]).cause == "rank_exception_masked"
 
