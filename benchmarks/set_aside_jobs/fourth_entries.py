@@ -236,13 +236,24 @@ ENTRIES = [
         _THREE + "--fault pixels --on 1 --form titan",
         culprit=(1,),
     ),
+    # Meant to show how the collectives differ, but this PyTorch crashes when DDP meets that level of debugging.
     _job(
-        "clip-odd-reduce",
+        "clip-debug-crash",
+        "framework_bug",
+        "export TORCH_DISTRIBUTED_DEBUG=DETAIL PYTHONFAULTHANDLER=1; "
+        + _TWO
+        + "--fault odd-reduce --on 1 --form titan",
+        also_ok=("unknown", "rank_exception_masked", "version_mismatch"),
+        sufficiency="hint",
+    ),
+    _job(
+        "shards-odd-reduce",
         "rank_divergent_branch",
-        "export TORCH_DISTRIBUTED_DEBUG=DETAIL; $L --style stamped --stamp clip -n 3 --grace 5 -- python train_clip.py "
-        "--fault odd-reduce --on 2 --form bare",
-        culprit=(2,),
-        framework="Kubernetes, gloo loop",
+        "export TORCH_DISTRIBUTED_DEBUG=DETAIL; mv train_clip.py pretrain.py; $L --style stamped --stamp clip -n 2 "
+        "--grace 5 -- python pretrain.py --shard --fault odd-reduce --on 1 --form bare",
+        framework="PyTorch FSDP2",
+        culprit=(1,),
+        alt=((0,), (0, 1)),
         home="/app",
     ),
     # Shards and stages.
@@ -255,6 +266,7 @@ ENTRIES = [
         f"--form rich",
         framework="PyTorch FSDP2",
         culprit=(1,),
+        also_ok=("rank_exception_masked",),
     ),
     _job(
         "shards-mesh",
@@ -275,10 +287,10 @@ ENTRIES = [
         also_ok=("config_error",),
     ),
     _job(
-        "stages-narrow",
+        "stages-longer",
         "rank_divergent_branch",
         "mv train_clip.py pp_train.py; $L --style mpi -n 4 --grace 5 -- python pp_train.py --stages --fault "
-        "narrow --on 1 "
+        "longer --on 1 "
         "--form bare --timeout 22",
         framework="PyTorch pipeline (gloo)",
         culprit=(1,),
