@@ -148,7 +148,7 @@ ENTRIES = [
         "2 --seconds "
         "50 --timeout 22 --form glog",
         culprit=(2,),
-        alt=(("a003",), ("a0 03",)),
+        alt=(("a003",),),
         also_ok=_HANGS,
     ),
     _job(

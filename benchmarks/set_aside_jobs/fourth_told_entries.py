@@ -170,7 +170,7 @@ ENTRIES = [
         "intel/llm-scaler",
         154,
         culprit=("VllmWorker-3",),
-        alt=((3,), ("Worker_TP3",)),
+        alt=((3,),),
         also_ok=("host_oom", "external_kill"),
     ),
     _told(
