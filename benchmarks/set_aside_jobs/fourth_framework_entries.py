@@ -19,7 +19,7 @@ _NANO = (
     "lockstep tiny $PWD/models/nano > /dev/null 2>&1; export VLLM_CPU_KVCACHE_SPACE=1 "
     "VLLM_CPU_OMP_THREADS_BIND=nobind; "
 )
-_SERVE = "vllm serve models/nano --enforce-eager --dtype float32 "
+_SERVE = "python -m vllm.entrypoints.openai.api_server --model models/nano --enforce-eager --dtype float32 "
 _CURL = "curl -s -m 60 localhost:{port}/v1/{path} -H 'Content-Type: application/json' -d '{body}' > /dev/null; "
 _DEEP = f"cp $S/framework_job.py job.py; deepspeed --num_gpus 2 --master_port {_PORT} job.py zero "
 _OWN = "python $S/lockstep_job.py prepare {}; "
@@ -57,6 +57,8 @@ ENTRIES = [
     _side("harness-tables", "benign", "evaluate", home="/home/ines/eval"),
     # Ray.
     _ray("train-once-failed", "Ray Train", "benign", "train-once", host="ray-head"),
+    # Meant to start a cluster of its own, but another one was there.
+    _ray("driver-meets-cluster", "Ray", "config_error", "policy joined", host="ray-head", also_ok=("ray_node_or_gcs",)),
     _ray(
         "train-price-absent",
         "Ray Train",
@@ -112,6 +114,15 @@ ENTRIES = [
         venv="scale",
         also_ok=("storage_fault", "remote_service_timeout", "vllm_engine_failure"),
     ),
+    # Meant to refuse the length, but the package that provides the command has another name.
+    _job(
+        "vllm-metadata-absent",
+        "vLLM",
+        "version_mismatch",
+        _NANO + "vllm serve models/nano --enforce-eager --dtype float32 --port 28812 --max-model-len 65536",
+        venv="scale",
+        also_ok=("config_error", "vllm_engine_failure"),
+    ),
     _job(
         "vllm-length-beyond",
         "vLLM",
@@ -143,7 +154,7 @@ ENTRIES = [
         host="infer-9",
     ),
     # TRL, accelerate, DeepSpeed.
-    _job("sft-two-ranks", "TRL, accelerate", "benign", _TRL + _ACCELERATE + "sft", home="/home/ines/trl"),
+    _job("sft-launched", "TRL, accelerate", "benign", _TRL + _ACCELERATE + "sft", home="/home/ines/trl"),
     _job("dpo-plain-lines", "TRL", "benign", _TRL + "python train.py dpo"),
     _job("grpo-exact", "TRL", "benign", _TRL + "python train.py grpo --steps 8"),
     _job(
@@ -153,11 +164,13 @@ ENTRIES = [
         _TRL + "python train.py grpo --fault short",
         also_ok=("config_error",),
     ),
+    # Meant to fail on the second rank, but this launcher starts one process.
+    _job("grpo-launched", "TRL, accelerate", "benign", _TRL + _ACCELERATE + "grpo --fault json"),
     _job(
         "grpo-answer-no-json",
-        "TRL, accelerate",
+        "TRL",
         "rank_exception_masked",
-        _TRL + _ACCELERATE + "grpo --fault json",
+        _TRL + f"torchrun --nproc-per-node 2 --master-port {_PORT} train.py grpo --fault json",
         culprit=(1,),
     ),
     _job(

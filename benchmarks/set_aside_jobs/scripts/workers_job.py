@@ -140,7 +140,7 @@ def leaving():
 def main():
     if MODE == "leaving":
         return leaving()
-    ray.init(num_cpus=3, include_dashboard=False)
+    ray.init("local" if len(sys.argv) < 3 else None, num_cpus=3, include_dashboard=False)
     if MODE == "memory":
         log.info("packing the dataset on one worker")
         log.info("packed: %s", ray.get(pack_dataset.remote()))
