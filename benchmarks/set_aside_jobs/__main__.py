@@ -14,6 +14,9 @@ from benchmarks.case_corpus import OWN_CASES, SET_ASIDE
 from benchmarks.job_makers.make_jobs import all_jobs
 from benchmarks.set_aside_jobs import (
     deepspeed_entries,
+    fourth_entries,
+    fourth_framework_entries,
+    fourth_told_entries,
     launcher_entries,
     lightning_entries,
     lockstep_entries,
@@ -36,10 +39,13 @@ VENVS = {
     "lightning": Path(os.environ.get("LIGHTNING_VENV", REPOSITORY / ".venv-lightning")),
 }
 """Nothing makes the one of Lightning: a venv whose site-packages has a .pth to those of `.venv`."""
+PEER = Path(os.environ.get("PEER", REPOSITORY / ".peer"))
+"""A folder with TRL, for its jobs (`script/benchmark` installs one)."""
 MOST_BYTES = 200_000
 MODULES = (
-    deepspeed_entries, launcher_entries, lightning_entries, lockstep_entries, ray_entries, third_entries,
-    third_framework_entries, told_entries, vllm_entries,
+    deepspeed_entries, fourth_entries, fourth_framework_entries, fourth_told_entries, launcher_entries,
+    lightning_entries, lockstep_entries, ray_entries, third_entries, third_framework_entries, told_entries,
+    vllm_entries,
 )  # fmt: skip
 ENTRIES = {each.name: each for module in MODULES for each in module.ENTRIES}
 
@@ -95,7 +101,7 @@ def run(entry: Entry, work: Path) -> None:
     env |= {
         "PATH": f"{venv / 'bin'}:{env['PATH']}", "S": str(SCRIPTS), "OUT": str(out), "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(work / "tmp"), "DS_ACCELERATOR": "cpu",
-        "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TERM": "xterm",
+        "PEER": str(PEER), "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TERM": "xterm",
     }  # fmt: skip
     with (out / "job.log").open("wb") as log:
         command = ["nice", "-n", "19", "timeout", "-k", "10", str(entry.limit_s), "bash", "-c", entry.script]
@@ -123,7 +129,7 @@ def neutral(text: str, entry: Entry, work: Path) -> str:
         (str(work / "tmp"), "/tmp"),
     ]
     pairs += [(str(each), "/opt/venv") for each in (VENVS["scale"], VENVS["train"], VENVS["lightning"])]
-    pairs += [(str(REPOSITORY / "src"), site), (str(REPOSITORY), "/opt/lockstep")]
+    pairs += [(str(PEER), site), (str(REPOSITORY / "src"), site), (str(REPOSITORY), "/opt/lockstep")]
     addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
     pairs += [(each, f"10.20.{len(entry.host)}.{11 + index}") for index, each in enumerate(addresses)]
     for old, new in pairs:

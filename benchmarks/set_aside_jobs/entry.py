@@ -23,6 +23,8 @@ class Entry:
     host: str = "gpu-node-07"
     home: str = "/home/user/project"
     limit_s: int = 300
+    source: str = ""
+    """A public issue thread that quotes what a re-told job prints."""
 
     def truth(self) -> dict[str, Any]:
         """Returns the entry of `truth.json`."""

@@ -10,6 +10,8 @@ import threading
 import time
 
 LOCK = threading.Lock()
+WANTED = []
+"""What must have been printed before `--signal` counts its seconds."""
 
 
 def prefix(style, rank, stream, stamp):
@@ -21,6 +23,14 @@ def prefix(style, rank, stream, stamp):
         return f"[pod/{stamp}-worker-{rank}/pytorch] "
     if style == "swarm":
         return f"lab_trainer.{rank + 1}.{stamp}@swarm-{rank + 3}    | "
+    if style == "hydra":
+        return f"[{rank}] "
+    if style == "stern":
+        return f"{stamp}-worker-{rank} pytorch "
+    if style == "stamped":
+        return time.strftime("%Y-%m-%dT%H:%M:%S.", time.gmtime()) + f"{time.time() % 1:.9f}"[2:] + f"Z {stamp}-{rank} "
+    if style == "pdsh":
+        return f"{stamp}{rank + 1:02d}: "
     return f"{rank}: "
 
 
@@ -37,6 +47,8 @@ def show(style, rank, pipe, stream, stamp):
             )
         else:
             line = prefix(style, rank, stream, stamp) + line
+        if WANTED and WANTED[0] in line:
+            WANTED.clear()
         with LOCK:
             print(line, flush=True)
 
@@ -54,6 +66,21 @@ def end(style, rank, code, pid):
         print("mpirun detected that one or more processes exited with non-zero status, thus causing")
         print("the job to be terminated. The first process to do so was:\n")
         print(f"  Process name: [[41734,1],{rank}]", f"  Exit code:    {code}", rule, sep="\n", flush=True)
+    if style == "hydra" and code:
+        bar = "=" * 83
+        print(f"\n{bar}", "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES", sep="\n")
+        print(
+            f"=   RANK {rank} PID {pid} RUNNING AT {node}",
+            f"=   KILLED BY SIGNAL: {-code} ({signal.strsignal(-code)})" if code < 0 else f"=   EXIT STATUS: {code}",
+            bar,
+            sep="\n",
+            flush=True,
+        )
+    if style == "pdsh" and code:
+        print(
+            f"pdsh@login1: {os.environ.get('STAMP', 'node')}{rank + 1:02d}: ssh exited with exit code {code % 256}",
+            flush=True,
+        )
     if style == "srun" and code:
         reason = f"Exited with exit code {code}" if code > 0 else signal.strsignal(-code)
         print(f"srun: error: {node}: task {rank}: {reason}", flush=True)
@@ -68,10 +95,12 @@ def main():
         "--grace", type=float, default=0.0, help="seconds from the first failure until the rest is killed"
     )
     options.add_argument("--signal", help="RANK:SECONDS:SIGNAL sent from outside")
+    options.add_argument("--after", help="text to wait for before the seconds of --signal count")
     options.add_argument("command", nargs=argparse.REMAINDER)
     args = options.parse_args()
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
     port = str(20000 + os.getpid() % 9000)
+    WANTED.extend([args.after] if args.after else [])
     ranks, threads = [], []
     for rank in range(args.n):
         env = {
@@ -104,6 +133,7 @@ def main():
         time.sleep(0.1)
         if args.signal and not sent:
             rank, seconds, name = args.signal.split(":")
+            began = time.monotonic() if WANTED else began
             if time.monotonic() - began > float(seconds):
                 ranks[int(rank)].send_signal(getattr(signal, name))
                 sent = True
