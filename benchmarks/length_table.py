@@ -5,10 +5,10 @@ Lockstep's requests each carry a `max_tokens`, and do not end at an end-of-seque
 token before the row's length and forces it there: one or two small assignments per token.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -23,7 +23,7 @@ def force_requests(engines: RolloutClient, table: np.ndarray) -> None:
     submit = engines.submit
 
     def forced(requests: Sequence[Request], **kwargs: Any) -> None:
-        submit([dataclasses.replace(each, max_tokens=_length(each, table)) for each in requests], **kwargs)
+        submit([msgspec.structs.replace(each, max_tokens=_length(each, table)) for each in requests], **kwargs)
 
     engines.submit = forced  # type: ignore[method-assign]
 

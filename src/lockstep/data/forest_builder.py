@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -69,7 +70,7 @@ def forest_of_states(rollouts: Rollouts) -> Forest:
     def extended(completion: Completion) -> Completion:
         if completion.finish != "length":
             return completion
-        return replace(
+        return msgspec.structs.replace(
             completion,
             tokens=np.append(completion.tokens, np.int32(0)),
             logprobs=np.append(completion.logprobs, np.float32(0)),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -109,9 +110,9 @@ class Episode:
         return sum(message.get("role") == "assistant" for message in self.messages)
 
 
-@dataclass(slots=True)
-class Completion:
-    """One completion of a prompt, with the values that training needs."""
+class Completion(msgspec.Struct):
+    """One completion of a prompt, with the values that training needs. A step has thousands: a struct is made in a
+    quarter of the time of a dataclass."""
 
     request: str
     """Id of the request that produced it."""
@@ -129,7 +130,7 @@ class Completion:
     """bool `[tokens]`: False for tokens that an environment wrote, which are not learned; None if there are none."""
     episode: Episode | None = None
     """None without an environment."""
-    images: list[PlacedImage] = field(default_factory=list)
+    images: list[PlacedImage] = msgspec.field(default_factory=list)
     """The images that an environment answered with, in the order of their places in `tokens`. Their tokens are not
     learned."""
 

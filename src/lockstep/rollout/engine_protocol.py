@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
-@dataclass(slots=True)
-class Request:
+class Request(msgspec.Struct):
     """A request for one completion."""
 
     id: str
@@ -373,7 +372,7 @@ def request_seeds(run_seed: int, step: int, uid: str, numbers: Iterable[int]) ->
     seeds = []
     for k in numbers:
         of_completion = of_prompt.copy()
-        of_completion.update(str(k).encode())
+        of_completion.update(b"%d" % k)
         seeds.append(int.from_bytes(of_completion.digest(), "little") >> 1)
     return seeds
 

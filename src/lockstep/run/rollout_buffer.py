@@ -173,18 +173,18 @@ class RolloutBuffer:
     def _request_round(self, step: int, prompts: Sequence[Prompt]) -> None:
         number, numbers = self.ledger.number(step), range(self.group_size)
         ids = [[f"{number}/{prompt.uid}/{k}" for k in numbers] for prompt in prompts]
-        wanted = {id for group in ids for id in group}
-        done = {each.request: each for each in self.ledger.kept_completions(step) if each.request in wanted}
+        done: dict[str, Completion] = {}
+        if kept := self.ledger.kept_completions(step):
+            wanted = {id for group in ids for id in group}
+            done = {each.request: each for each in kept if each.request in wanted}
         requests: list[Request] = []
         for prompt, group in zip(prompts, ids, strict=True):
-            missing = dict(zip(group, numbers, strict=True))
-            if done:
-                missing = {id: k for id, k in missing.items() if id not in done}
+            missing = {id: k for id, k in zip(group, numbers, strict=True) if id not in done}
             requests += self.engines.requests(step, prompt, missing)
         now = time.monotonic()
         version = self.engines.version
         queue = f"rollouts {step}.{self._requested.get(step, 0)}"
-        current = _RolloutRound(step, version, queue, prompts, ids, len(wanted), len(requests), now, done)
+        current = _RolloutRound(step, version, queue, prompts, ids, sum(map(len, ids)), len(requests), now, done)
         self._rounds[step] = current
         self._requested[step] = self._requested.get(step, 0) + 1
         self.engines.submit(requests, queue=current.queue)

@@ -64,8 +64,8 @@ def assert_same(left: object, right: object) -> None:
         assert list(left) == list(right)
         for key in left:
             assert_same(left[key], right[key])
-    elif hasattr(left, "__dataclass_fields__"):
-        for name in left.__dataclass_fields__:
+    elif names := getattr(left, "__dataclass_fields__", None) or getattr(left, "__struct_fields__", None):
+        for name in names:
             assert_same(getattr(left, name), getattr(right, name))
     elif isinstance(left, float):
         assert left == right or (left != left and right != right)

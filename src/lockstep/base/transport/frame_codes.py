@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 CODE_BYTES = 16
@@ -36,6 +37,17 @@ class FrameCodes:
         code.update(_NUMBER_AND_LENGTH.pack(self.number, size))
         self.number += 1
         return code
+
+    def of_frame(self, size: int, parts: "Iterable[bytes | bytearray | memoryview]") -> tuple[bytes, bytes]:
+        """The codes of the next frame, all of which is known: that of its length, and that of everything."""
+        code = self.next(size)
+        of_length = code.digest()
+        content = content_hash(code, size)
+        for part in parts:
+            content.update(part)
+        if content is not code:
+            code.update(content.digest())
+        return of_length, code.digest()
 
 
 def content_hash(code: "hashlib.blake2b", size: int) -> "hashlib.blake2b | hashlib._Hash":

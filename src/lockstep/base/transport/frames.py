@@ -108,7 +108,7 @@ class FrameSocket(Protocol):
 
     def fileno(self) -> int: ...
     def setblocking(self, flag: bool, /) -> None: ...
-    def sendmsg(self, buffers: list[memoryview], /) -> int: ...
+    def sendmsg(self, buffers: list[Buffer], /) -> int: ...
     def recv(self, size: int, /) -> bytes: ...
     def recv_into(self, buffer: memoryview, /) -> int: ...
     def shutdown(self, how: int, /) -> None: ...
@@ -132,7 +132,7 @@ class Connection:
         self._sending = threading.Lock()
         self._queueing = threading.Lock()
         """Held for a moment, so that frames leave in the order of their numbers."""
-        self._outbox: deque[memoryview] = deque()
+        self._outbox: deque[Buffer] = deque()
         self._sent_codes, self._received_codes = FrameCodes(keys.send), FrameCodes(keys.receive)
         self._header = bytearray(_LENGTH.size + CODE_BYTES)
         self._body: bytearray | None = None
@@ -167,20 +167,15 @@ class Connection:
             raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")
         if self._closed:
             raise ConnectionClosed(self.peer.name, "the connection is closed")
-        if size < JOINED_BYTES:
+        small = size < JOINED_BYTES
+        if small:
             parts = (b"".join(parts),)
         else:  # without empty views, which would never count as sent
             parts = tuple([view for part in parts if (view := memoryview(part).cast("B")).nbytes])
         with self._queueing:
-            code = self._sent_codes.next(size)
-            header = _LENGTH.pack(size) + code.digest()
-            content = content_hash(code, size)
-            for part in parts:
-                content.update(part)
-            if content is not code:
-                code.update(content.digest())
-            frame = header, *parts, code.digest()
-            self._outbox.extend((memoryview(b"".join(frame)),) if size < JOINED_BYTES else map(memoryview, frame))
+            of_length, code = self._sent_codes.of_frame(size, parts)
+            frame = (_LENGTH.pack(size), of_length, *parts, code)
+            self._outbox += (b"".join(frame),) if small else frame
             begin, self._queued_bytes = self._queued_bytes, self._queued_bytes + _LENGTH.size + size + 2 * CODE_BYTES
             return begin, self._queued_bytes
 
@@ -270,14 +265,13 @@ class Connection:
                 self.close()
                 raise ConnectionClosed(self.peer.name, os_error_reason(error)) from None
             self.written_bytes += sent
-            if sent >= BULK_BYTES or views[0].nbytes >= BULK_BYTES:
+            if sent >= BULK_BYTES or len(views[0]) >= BULK_BYTES:
                 self.bulk_bytes += sent
-            while sent:
-                first = self._outbox[0]
-                if sent < first.nbytes:
-                    self._outbox[0] = first[sent:]
+            for view in views:
+                if sent < len(view):
+                    self._outbox[0] = memoryview(view)[sent:]
                     break
-                sent -= first.nbytes
+                sent -= len(view)
                 self._outbox.popleft()
         return True
 
@@ -307,14 +301,18 @@ class Connection:
         ahead, start = self._ahead, len(self._header)
         if len(ahead) < start:
             return None
-        end = start + _LENGTH.unpack_from(ahead)[0]
-        if len(ahead) < end + CODE_BYTES:
+        size: int = _LENGTH.unpack_from(ahead)[0]
+        end = start + size
+        if len(ahead) < end + CODE_BYTES or size > self.max_frame:
             return None
-        self._begin(ahead)
-        self._content.update(ahead[start:end])
-        self._verify(ahead[end : end + CODE_BYTES])
+        content = ahead[start:end]
+        of_length, code = self._received_codes.of_frame(size, (content,))
+        if not hmac.compare_digest(ahead[_LENGTH.size : start], of_length):
+            raise self._refuse("length")
+        if not hmac.compare_digest(ahead[end : end + CODE_BYTES], code):
+            raise self._refuse("content")
         self._ahead = ahead[end + CODE_BYTES :]
-        return bytearray(ahead[start:end])
+        return bytearray(content)
 
     def _begin(self, header: bytearray | memoryview) -> int:
         """Verifies the length of a frame before memory is taken for it, and returns it."""

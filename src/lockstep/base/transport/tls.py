@@ -111,7 +111,7 @@ class TlsSocket:
     def setblocking(self, flag: bool) -> None:
         self._socket.setblocking(flag)
 
-    def sendmsg(self, buffers: list[memoryview]) -> int:
+    def sendmsg(self, buffers: "list[bytes | bytearray | memoryview]") -> int:
         """Sends a part of the first buffer: a record holds 16 KiB, and must be repeated unchanged if it does not leave
         at once."""
         with self._lock:

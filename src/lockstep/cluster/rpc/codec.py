@@ -146,7 +146,8 @@ class MethodSignature:
     def decode_result(self, payload: Payload | bytearray) -> Any:
         if self._returns_nothing and payload == _NOTHING:  # as most calls of thousands of workers
             return None
-        return self._result.convert(self._decode(payload, self._result.wire_type))
+        value = self._decode(payload, self._result.wire_type)
+        return value if self._result.convert is _identity else self._result.convert(value)
 
     def _decode(self, payload: Payload | bytearray, kind: Any) -> Any:
         try:
@@ -224,15 +225,16 @@ def decode_payload(payload: Payload | bytearray, kind: Any) -> Any:
         ValueError: the payload is truncated or inconsistent.
     """
     view = memoryview(payload).cast("B")
-    if view.nbytes < _PREFIX.size:
+    if len(view) < _PREFIX.size:
         raise ValueError("the payload is truncated")
     length, start = _PREFIX.unpack_from(view)
-    if _PREFIX.size + length > view.nbytes:
+    end = _PREFIX.size + length
+    if end > len(view):
         raise ValueError("the payload is truncated")
 
     _decode_context.payload, _decode_context.start = view, start
     try:
-        return _decoder(kind).decode(view[_PREFIX.size : _PREFIX.size + length])
+        return _decoder(kind).decode(view[_PREFIX.size : end])
     finally:
         _decode_context.payload = None
 

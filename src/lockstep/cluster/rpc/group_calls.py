@@ -1,19 +1,20 @@
 """Calls of many workers: one message for the workers behind each relay, and one handle for all of them."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
-from lockstep.base.transport.frames import Buffer, WireError
+from lockstep.base.transport.frames import Buffer
+from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.codec import OWN_BYTES, MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import CallGroup
-from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall, RelayedArguments
+from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall, OpenCalls, RelayedArguments
 from lockstep.cluster.rpc.relay_messages import MAX_BATCH_BYTES, PADDING, cut_batches, padded
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink
 from lockstep.cluster.rpc.remote_worker import RemoteWorker, SharedArguments
@@ -134,23 +135,28 @@ def submit_all(
 def submit_in_turn(workers: Sequence[Worker], *calls: MethodCall) -> list[Sequence[PendingResult[Any]]]:
     """Like `submit_all` for several calls of the same workers, which follow each other: a relay gets one message for
     all of them. Returns the results of each call."""
-    remote = [worker for worker in workers if isinstance(worker, RemoteWorker)]
-    if len(remote) < len(workers) or len(set(remote)) < len(remote):  # of another cluster, or called twice
+    by_node = _by_node(tuple(workers))
+    if by_node is None:
         return [_submit_each(workers, *call) for call in calls]
-    new = [_NewCall.of(remote, *call) for call in calls]
-    by_link: dict[CallRelayLink | None, list[RemoteWorker]] = {}
-    for link, side_by_side in itertools.groupby(remote, _LINK):
-        by_link.setdefault(link, []).extend(side_by_side)
-    for worker in by_link.pop(None, ()):
-        for call in new:
-            worker.send_new_call(call.group, call.signature, call.arguments)
-    for link, of_link in by_link.items():
-        if link is not None:
-            _send(link, new, of_link)
+    new = [_NewCall.of(workers, *call) for call in calls]
+    for of_node in by_node:
+        _send(new, of_node)
     return [call.group for call in new]
 
 
-_LINK = attrgetter("link")
+@lru_cache(maxsize=64)
+def _by_node(workers: tuple[Worker, ...]) -> list[list[RemoteWorker]] | None:
+    """The workers of each node, in their order: those of a role are called many times, and stay on their nodes. None if
+    one is of another cluster, or called twice."""
+    found: dict[ClusterNode, list[RemoteWorker]] = {}
+    for worker in workers:
+        if not isinstance(worker, RemoteWorker):
+            return None
+        found.setdefault(worker.node, []).append(worker)
+    return list(found.values()) if len(set(workers)) == len(workers) else None
+
+
+_LINK, _CHANNEL = attrgetter("link"), attrgetter("channel")
 
 
 def _submit_each(
@@ -170,28 +176,31 @@ class _NewCall:
 
     @classmethod
     def of(
-        cls, workers: list[RemoteWorker], method: Callable[..., Any], given: Iterable[tuple[Any, ...]] | Scattered
+        cls, workers: Sequence[Any], method: Callable[..., Any], given: Iterable[tuple[Any, ...]] | Scattered
     ) -> "_NewCall":
         signature = signature_of(method)
         arguments = _encode(signature, given, workers)
         group: CallGroup[Any] = CallGroup(workers, signature.qualified, signature.decode_result, signature.concurrent)
         return cls(group, signature, arguments)
 
-    def of_relay(
-        self, link: CallRelayLink, workers: list[RemoteWorker], channels: list[int]
+    def enter(
+        self, calls: OpenCalls, link: CallRelayLink, workers: list[RemoteWorker], channels: list[int]
     ) -> Iterator[tuple[OpenCall, RelayedArguments]]:
-        """The call of workers behind a relay, in as many parts as their arguments need messages."""
-        ids, done = workers[0].call_ids, 0
+        """Enters the call of workers behind a relay, in as many parts as their arguments need messages. The caller
+        holds the lock of these calls."""
+        done = 0
         for own in self.arguments.messages(workers):
             some, of_some = workers, channels
             if own.count is not None and own.count < len(workers):
                 some, of_some = workers[done : done + own.count], channels[done : done + own.count]
                 done += own.count
-            yield OpenCall(next(ids), self.group, self.signature, self.arguments, some, of_some, link), own
+            call = OpenCall(next(workers[0].call_ids), self.group, self.signature, self.arguments, some, of_some, link)
+            calls.add(call)
+            yield call, own
 
 
 def _encode(
-    signature: MethodSignature, arguments: Iterable[tuple[Any, ...]] | Scattered, workers: list[RemoteWorker]
+    signature: MethodSignature, arguments: Iterable[tuple[Any, ...]] | Scattered, workers: Sequence[Any]
 ) -> CallArguments:
     if isinstance(arguments, Scattered):
         return _ScatteredArguments(signature, arguments, workers)
@@ -204,21 +213,20 @@ def _encode(
     return _OwnArguments(dict(zip(workers, payloads, strict=True)))
 
 
-def _send(link: CallRelayLink, new: Sequence[_NewCall], workers: list[RemoteWorker]) -> None:
-    """Sends calls to workers behind one relay, with their node's lock, so that calls of other threads come before or
-    after them on the link, as their ids say."""
-    open_calls = workers[0].node.calls
-    with open_calls.lock:
-        channels = [worker.channel for worker in workers if worker.link is link]
-        there = workers if len(channels) == len(workers) else [worker for worker in workers if worker.link is link]
-        if there:
-            calls = [each for call in new for each in call.of_relay(link, there, channels)]
-            for call, _ in calls:
-                open_calls.add(call)
-            with contextlib.suppress(WireError):  # they are sent again when the workers have connected anew
-                link.send_calls(calls)
-        if there is not workers:  # some have ended, or connected anew
-            for worker in workers:
-                if worker not in there:
-                    for each in new:
-                        worker.send_new_call(each.group, each.signature, each.arguments)
+def _send(new: Sequence[_NewCall], workers: list[RemoteWorker]) -> None:
+    """Sends calls to workers of one node, with its lock, so that calls of other threads come before or after them on
+    the link to its relay, as their ids say."""
+    calls = workers[0].node.calls
+    with calls.lock:
+        links = list(map(_LINK, workers))
+        link, there, alone = links[0], workers, []
+        if link is None or links.count(link) < len(links):  # some have no relay, have ended, or connected anew
+            link = next(filter(None, links), None)
+            there = [worker for worker in workers if worker.link is link is not None]
+            alone = [worker for worker in workers if worker not in there]
+        if link is not None:
+            channels = list(map(_CHANNEL, there))
+            link.send_calls([each for call in new for each in call.enter(calls, link, there, channels)])
+        for worker in alone:
+            for each in new:
+                worker.send_new_call(each.group, each.signature, each.arguments)

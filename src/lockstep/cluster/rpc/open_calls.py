@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from lockstep.base.transport.frames import Buffer
 from lockstep.cluster.rpc.codec import MethodSignature
@@ -24,8 +25,7 @@ class CallArguments(Protocol):
         """What is sent to the relay of these workers, for some of them after the others."""
 
 
-@dataclass(slots=True)
-class RelayedArguments:
+class RelayedArguments(msgspec.Struct):
     """The arguments of some workers, with sizes and pieces as in `RelayedCall`."""
 
     count: int | None
@@ -36,8 +36,7 @@ class RelayedArguments:
     pieces: bytes = b""
 
 
-@dataclass(slots=True, eq=False)
-class OpenCall:
+class OpenCall(msgspec.Struct, eq=False):
     """One message's call of one or several workers of a node, kept until all of them have answered."""
 
     number: int
@@ -47,7 +46,7 @@ class OpenCall:
     signature: MethodSignature
     arguments: CallArguments
     workers: "Sequence[RemoteWorker]"
-    channels: list[int] = field(default_factory=list)
+    channels: list[int] = []
     """The channels of the workers in their node's relay; none for a worker that is called by itself."""
     link: "CallRelayLink | None" = None
     """The connection to that relay. A relay that replaces it numbers its channels anew."""
@@ -82,11 +81,11 @@ class OpenCalls:
             call = self._calls.get(number)
             if call is None or not call.awaits(worker):
                 return None
-            if call.left is None and len(call.workers) > 1:
-                call.left = set(call.workers)
-            if call.left is not None:
-                call.left.discard(worker)
-            if not call.left:
+            left = call.left
+            if left is None:
+                left = call.left = set(call.workers)
+            left.discard(worker)
+            if not left:
                 del self._calls[number]
             return call
 

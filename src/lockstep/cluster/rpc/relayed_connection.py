@@ -161,22 +161,28 @@ class CallRelayLink:
             self._arrived[2].extend(ids)
 
     def send_calls(self, calls: Sequence[tuple[OpenCall, RelayedArguments]]) -> None:
-        """Sends calls to their workers, in one message if all are calls of the same channels.
-
-        Raises:
-            WireError: the connection is closed; nothing more is sent over it.
-        """
+        """Sends calls to their workers, in one message if all are calls of the same channels. If the connection is
+        closed, they are sent again when the workers have connected anew."""
         channels = calls[0][0].channels
-        if all(call.channels is channels for call, _ in calls):
-            self._queue_calls(channels, calls)
-        else:
-            for call, own in calls:
-                self._queue_calls(call.channels, [(call, own)])
-        self.flush()
+        together = [calls]
+        for call, _ in calls:
+            if call.channels is not channels:  # its arguments need several messages
+                together = [[each] for each in calls]
+        try:
+            for some in together:
+                self._queue_calls(some[0][0].channels, some)
+            self.flush()
+        except WireError:
+            return
 
     def _queue_calls(self, channels: list[int], calls: Sequence[tuple[OpenCall, RelayedArguments]]) -> None:
+        relayed: list[RelayedCall] = []
+        payload: list[Buffer] = []
+        for call, own in calls:
+            signature = call.signature
+            relayed.append(RelayedCall(call.number, signature.name, signature.concurrent, own.sizes, own.pieces))
+            payload += own.payload
         same = [] if channels == self._called else channels
-        relayed, payload = [_relayed(*each) for each in calls], [part for _, own in calls for part in own.payload]
         arrived = self._take_arrived()
         try:
             self.queue(channels, pack_body(RelayedCalls(same, relayed, arrived)), *payload)
@@ -265,11 +271,6 @@ class RelayedConnection:
             self.link.flush()
         except WireError:  # then the relay has closed it as well
             return
-
-
-def _relayed(call: OpenCall, own: RelayedArguments) -> RelayedCall:
-    signature = call.signature
-    return RelayedCall(call.number, signature.name, signature.concurrent, own.sizes, own.pieces)
 
 
 def _settle(call: OpenCall, workers: "Sequence[RemoteWorker]", payloads: Sequence[memoryview], now: float) -> None:

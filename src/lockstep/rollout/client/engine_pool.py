@@ -275,7 +275,8 @@ class EnginePool:
     def _on_answers(self, answer: Answer) -> None:
         """Records answers to a `collect` call. Called in any thread, without the lock."""
         self._answers.append(answer)
-        self._changed.set()
+        if not self._changed.is_set():  # a wait clears it before it takes the answers
+            self._changed.set()
 
     def _take_completions(self, answered: Sequence[tuple[EngineSlot, CompletionBatch]]) -> None:
         """Keeps engines' completions, and aborts the same requests in other engines."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lockstep.cluster.protocol import Cluster, Worker, WorkerLauncher
@@ -209,7 +210,7 @@ class MultiTurnClient(RolloutClient):
             return
         turn = conversation.turns
         self._outgoing.append(
-            replace(
+            msgspec.structs.replace(
                 request,
                 id=f"{conversation.name}/turn{turn}",
                 prompt=np.concatenate([prompt, *(segment.tokens for segment in conversation.segments)]),

@@ -126,8 +126,10 @@ class RequestRouter:
         requests = self._open[rank]
         fresh = [each for each in completions if requests.pop(each.request, None) is not None]
         self.load.set(rank, len(requests))
+        if not self._copies:  # as usual
+            return fresh, {}
         duplicates: dict[int, list[str]] = {}
-        for each in fresh if self._copies else ():
+        for each in fresh:
             for other in self._copies.pop(each.request, set()) - {rank}:
                 if self._open[other].pop(each.request, None) is not None:
                     duplicates.setdefault(other, []).append(each.request)
