@@ -77,17 +77,16 @@ class Network:
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self.sent: deque[Callable[[], None]] = deque()
-        """Deliveries to the other ends."""
-        self.arrived: deque[Callable[[], None]] = deque()
-        """Deliveries to the controller."""
+        self.sent: deque[tuple[FakeConnection, Sequence[Any]]] = deque()
+        """Frames, as parts, that are on their way to the other end of a connection."""
+        self.arrived: deque[tuple[FakeConnection, bytearray]] = deque()
+        """Frames on their way to the controller."""
         self._wake = threading.Event()
         self._delivering = threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def put(self, queue: deque[Callable[[], None]], delivery: Callable[[], None]) -> None:
-        """Queues a delivery. Any thread may call."""
-        queue.append(delivery)
+    def wake(self) -> None:
+        """Makes the thread deliver what was queued. Any thread may call."""
         if not self._wake.is_set():
             self._wake.set()
 
@@ -103,10 +102,12 @@ class Network:
                 self._wake.clear()
                 began = time.thread_time_ns()
                 while self.sent:
-                    self.sent.popleft()()
+                    connection, parts = self.sent.popleft()
+                    connection.deliver(parts)
                 self._account.beside(began)
                 while self.arrived:
-                    self.arrived.popleft()()
+                    connection, frame = self.arrived.popleft()
+                    connection.near_end(frame)
 
 
 class FakeWorker:
@@ -182,7 +183,7 @@ class FakeConnection:
     peer = PeerIdentity("scale", GENERATION, "far")
 
     def __init__(self, account: Account) -> None:
-        self.account, self.traffic = account, Traffic()
+        self.account, self.network, self.traffic = account, account.network, Traffic()
 
     def flush(self) -> bool:
         return True
@@ -191,10 +192,12 @@ class FakeConnection:
 
     def queue(self, *parts: Any) -> tuple[int, int]:
         """Sends a frame to the other end."""
-        self.account.network.put(self.account.network.sent, partial(self._deliver, parts))
+        self.network.sent.append((self, parts))
+        self.network.wake()
         return 0, 0
 
-    def _deliver(self, parts: Sequence[Any]) -> None:
+    def deliver(self, parts: Sequence[Any]) -> None:
+        """Hands a frame to the other end."""
         frame = bytearray(b"".join(parts))
         self.traffic.sent += 1
         self.traffic.sent_bytes += len(frame)
@@ -204,7 +207,8 @@ class FakeConnection:
         """Sends a frame to the controller."""
         self.traffic.received += 1
         self.traffic.received_bytes += len(frame)
-        self.account.network.put(self.account.network.arrived, partial(self.near_end, frame))
+        self.network.arrived.append((self, frame))
+        self.network.wake()
 
     def far_end(self, frame: bytearray) -> None:
         raise NotImplementedError
