@@ -63,7 +63,7 @@ BARE = {
     "bare heads": "the head of each message encoded or decoded once",
     "bare payloads": "the requests of each engine encoded once, the completions of each answer decoded once",
     "bare objects": "one request and one completion object for each completion, made and freed",
-    "bare calls": "one entry in a dict for each call until it is answered, and the time of each worker's progress",
+    "bare calls": "a lock for each message, an entry for each call until it is answered, the worker's progress",
     "bare routing": "an engine with the fewest requests for each group, and each completion taken once",
 }
 """What any program of Python with these messages, samples and calls must do (`benchmarks.scale_bounds`), measured in
@@ -267,7 +267,7 @@ def bare_of(world: World, traffic: Traffic, steps: int) -> tuple[float, ...]:
         heads_s(traffic) / steps,
         payloads_s(size.engines, completions, calls["collect"] // steps, size.tokens),
         objects_s(completions, size.tokens),
-        calls_s(all_calls // steps),
+        calls_s(all_calls // steps, (traffic.sent + traffic.received) // steps, size.engines + size.ranks),
         routing_s(size.engines, size.prompts, size.group),
     )
 

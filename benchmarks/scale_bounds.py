@@ -1,14 +1,14 @@
 """What a step of many workers costs at the least: small programs that do only what any controller in Python must do.
 
 `benchmarks.scale` runs them beside the real controller, with the numbers of messages, bytes, calls and samples that it
-has counted there. Each does one thing, without threads, locks, classes of ours or anything that handles failures:
+has counted there. Each does one thing, in one thread, without classes of ours or anything that handles failures:
 
 - `frames_s`: writes and reads each message, and authenticates it, as whoever reaches the port could send one;
 - `heads_s`: encodes and decodes what each message says of its calls;
 - `payloads_s`: encodes the requests of each engine, and decodes the completions of each answer;
 - `objects_s`: makes a request with its seed and a completion with its arrays, and frees them;
 - `calls_s`: enters each call until it is answered, without which no failure could name its worker, and records when
-  each worker made progress, without which no stall could be noticed;
+  each worker made progress, without which no stall could be noticed; with a lock for each message;
 - `routing_s`: gives each group to the engine with the fewest requests, and takes each completion once.
 """
 
@@ -17,6 +17,7 @@ import heapq
 import hmac
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -71,28 +72,41 @@ def socket_s(traffic: Traffic, connections: int = 64, rounds: int = 30) -> float
     return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds / connections
 
 
-def frames_s(traffic: Traffic, rounds: int = 300) -> float:
-    """CPU seconds of as many plain writes and reads of these mean sizes on a socket, each with the two codes that
-    authenticate its length and its content."""
+def frames_s(traffic: Traffic, connections: int = 64, rounds: int = 20) -> float:
+    """CPU seconds of as many plain writes and reads of these mean sizes, each with the two codes that authenticate its
+    length and its content. As in `socket_s`, frames go to one connection after the other, and a selector says which of
+    them have an answer."""
     writes = reads = 0
     sent = b"x" * (traffic.sent_bytes // max(1, traffic.sent))
     received = b"x" * (traffic.received_bytes // max(1, traffic.received))
-    keyed = hashlib.blake2b(key=bytes(KEY_BYTES), digest_size=16)
+    keys = [hashlib.blake2b(key=bytes([at] * KEY_BYTES), digest_size=16) for at in range(connections)]
+    selector, pairs = selectors.DefaultSelector(), []
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        far = socket.create_connection(listening.getsockname())
-        near = listening.accept()[0]
-    with near, far:
-        for _ in range(rounds):
-            began = time.thread_time_ns()
+        for keyed in keys:
+            far = socket.create_connection(listening.getsockname())
+            near = listening.accept()[0]
+            pairs.append((near, far, keyed))
+            selector.register(near, selectors.EVENT_READ, keyed)
+    for _ in range(rounds):
+        began = time.thread_time_ns()
+        for near, _, keyed in pairs:
             near.sendall(b"".join((*_codes(keyed, sent), sent)))
-            writes += time.thread_time_ns() - began
+        writes += time.thread_time_ns() - began
+        for _, far, _ in pairs:
             far.recv(len(sent) + 32, socket.MSG_WAITALL)
             far.sendall(received)
-            began = time.thread_time_ns()
-            data = near.recv(len(received), socket.MSG_WAITALL)
-            hmac.compare_digest(b"".join(_codes(keyed, data)), bytes(32))
-            reads += time.thread_time_ns() - began
-    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds
+        began, heard = time.thread_time_ns(), 0
+        while heard < connections:
+            for key, _ in selector.select(1.0):
+                data = key.fileobj.recv(len(received), socket.MSG_WAITALL)  # type: ignore[union-attr]
+                hmac.compare_digest(b"".join(_codes(key.data, data)), bytes(32))
+                heard += 1
+        reads += time.thread_time_ns() - began
+    for near, far, _ in pairs:
+        near.close()
+        far.close()
+    selector.close()
+    return (writes * traffic.sent + reads * traffic.received) / 1e9 / rounds / connections
 
 
 def _codes(keyed: "hashlib.blake2b", content: bytes) -> tuple[bytes, bytes]:
@@ -159,25 +173,36 @@ def objects_s(completions: int, tokens: int) -> float:
     return _cpu_s(work)
 
 
-def calls_s(calls: int) -> float:
+def calls_s(calls: int, messages: int, workers: int) -> float:
     """CPU seconds of what any program that knows which worker has not answered, and since when each has made no
-    progress, does for so many calls: it enters each in a dict, looks up the answer's worker by the number in the
-    answer, takes the call out, and records the time."""
-    workers = dict.fromkeys(range(calls))
-    moved = [0.0] * calls
+    progress, does for so many calls in so many messages: it enters each in a dict, looks up the answer's worker by the
+    number in the answer, takes the call out, and records the time at the worker; with the lock of the connection for
+    each message and each answer, since several threads send."""
+    lock, alive = threading.Lock(), [_Progress() for _ in range(workers)]
 
     def work() -> None:
-        open_calls: dict[int, object] = {}
-        answers: dict[int, object] = {}
+        open_calls: dict[int, _Progress] = {}
+        for _ in range(messages):
+            with lock:
+                pass
         for number in range(calls):
-            open_calls[number] = None
+            open_calls[number] = alive[number % workers]
         now = time.monotonic()
         for number in range(calls):
-            workers.get(number)
-            answers[number] = open_calls.pop(number)
-            moved[number] = now
+            worker = open_calls.pop(number)
+            worker.count += 1
+            worker.at = now
 
     return _cpu_s(work)
+
+
+class _Progress:
+    """How often a worker has made progress, and when the last time."""
+
+    __slots__ = ("at", "count")
+
+    def __init__(self) -> None:
+        self.count, self.at = 0, 0.0
 
 
 def routing_s(engines: int, groups: int, size: int) -> float:
