@@ -219,12 +219,12 @@ def _send(new: Sequence[_NewCall], workers: list[RemoteWorker]) -> None:
     calls = workers[0].node.calls
     with calls.lock:
         links = list(map(_LINK, workers))
-        link, there, alone = links[0], workers, []
-        if link is None or links.count(link) < len(links):  # some have no relay, have ended, or connected anew
-            link = next(filter(None, links), None)
-            there = [worker for worker in workers if worker.link is link is not None]
-            alone = [worker for worker in workers if worker not in there]
+        link, alone = links[0] or next(filter(None, links), None), workers
         if link is not None:
+            there, alone = workers, []
+            if links.count(link) < len(links):  # some have ended, or connected anew
+                there = [worker for worker in workers if worker.link is link]
+                alone = [worker for worker in workers if worker.link is not link]
             channels = list(map(_CHANNEL, there))
             link.send_calls([each for call in new for each in call.enter(calls, link, there, channels)])
         for worker in alone:
