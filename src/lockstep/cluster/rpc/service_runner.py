@@ -58,7 +58,9 @@ class ServiceRunner:
         """Results that are not available yet."""
         self._leaving = ""
         self._renewing = False
-        self._interruptible = False
+        self._thread = 0
+        """The thread that runs the loop, which signals interrupt."""
+        self._interruptible = self._interrupted = self._sending = False
         self.running = ""
         """Name of the running method, or `start`, `renew`, `background`, `close`; empty while idle."""
 
@@ -97,12 +99,18 @@ class ServiceRunner:
     def interrupt(self, why: str) -> None:
         """Stops the loop, and the running call at its next Python instruction. Only for signal handlers."""
         self._leaving = self._leaving or why
-        if self._interruptible:
+        self._interrupted = True
+        if not self._sending:
+            self._raise_interrupt()
+
+    def _raise_interrupt(self) -> None:
+        if self._interrupted and self._interruptible:
             self._interruptible = False
             raise ServiceInterrupted
 
     def run(self) -> None:
         """Runs the service until it must exit, then closes it."""
+        self._thread = threading.get_ident()
         try:
             self._interruptible = True
             if not self._leaving:
@@ -115,6 +123,19 @@ class ServiceRunner:
             self._interruptible = False
             self._close()
 
+    def _send(self, message: ResultMessage | FailureMessage, payload: Payload = b"") -> None:
+        """Sends a result. A signal takes effect afterwards: it would leave half of a frame on the connection, or send
+        the frame twice, so that the controller refuses what follows."""
+        if threading.get_ident() != self._thread:
+            self._answers.answer(message, payload)
+            return
+        self._sending = True
+        try:
+            self._answers.answer(message, payload)
+        finally:
+            self._sending = False
+        self._raise_interrupt()
+
     def _start(self) -> None:
         self.running = "start"
         try:
@@ -122,10 +143,10 @@ class ServiceRunner:
             self._built_at = time.time()
         except Exception as error:  # noqa: BLE001 - whatever a constructor raises travels to the controller
             self._broken = failure_message(START_CALL_ID, error)
-            self._answers.answer(self._broken)
+            self._send(self._broken)
         else:
             if not self._renewing:  # then the renewal sends the result
-                self._answers.answer(ResultMessage(START_CALL_ID))
+                self._send(ResultMessage(START_CALL_ID))
         self.running = ""
 
     def _run_once(self) -> None:
@@ -151,7 +172,7 @@ class ServiceRunner:
                 _renew_method(self._object, self._built_at)()
         except Exception as error:  # noqa: BLE001 - whatever it raises travels to the controller
             self._broken = failure_message(START_CALL_ID, error)
-        self._answers.answer(self._broken or ResultMessage(START_CALL_ID))
+        self._send(self._broken or ResultMessage(START_CALL_ID))
         self.running = ""
 
     def _run_background(self, background: Callable[[], bool]) -> bool:
@@ -195,7 +216,7 @@ class ServiceRunner:
         if not concurrent:
             self.running = ""
         if answer is not None:
-            self._answers.answer(*answer)
+            self._send(*answer)
 
     def _execute(
         self, call: CallMessage, arguments: memoryview, broken: FailureMessage | None
@@ -226,11 +247,11 @@ class ServiceRunner:
         self._deferred.discard(deferred)
         if error is None:
             try:
-                self._answers.answer(ResultMessage(call.id, deferred.patience_s), signature.encode_result(value))
+                self._send(ResultMessage(call.id, deferred.patience_s), signature.encode_result(value))
                 return
             except CodecError as codec_error:
                 error = codec_error
-        self._answers.answer(failure_message(call.id, error), b"")
+        self._send(failure_message(call.id, error), b"")
 
     def _method(self, call: CallMessage) -> Callable[..., Any]:
         method = None if call.method.startswith("_") else getattr(type(self._object), call.method, None)

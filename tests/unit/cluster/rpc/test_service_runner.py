@@ -1,5 +1,7 @@
-"""Deferred results, in the worker's main thread."""
+"""Deferred results and signals, in the worker's main thread."""
 
+import os
+import signal
 from typing import Any
 
 from lockstep.cluster.protocol import DeferredResult
@@ -50,3 +52,39 @@ def test_deferred_results_go_only_to_their_caller() -> None:
     ask(9)
     slow.asked[-1].settle(1)
     assert told.ids[-1] == 9
+
+
+class InterruptedSink(Sink):
+    """A signal arrives while the result of call 7 is sent."""
+
+    def answer(self, message: Any, payload: Any = b"") -> None:
+        if getattr(message, "id", START_CALL_ID) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(1000):  # Python handles signals between instructions
+                pass
+        super().answer(message, payload)
+
+
+class Closing(Slow):
+    closed = False
+
+    def number(self, number: int) -> int:
+        return number
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_signal_takes_effect_when_a_result_is_sent() -> None:
+    """Otherwise half of a frame is sent, or a frame twice, and the controller refuses what follows."""
+    closing, sent = Closing(), InterruptedSink()
+    service = ServiceRunner(lambda: closing, sent)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: service.interrupt("SIGTERM"))
+    try:
+        for number in (7, 8):
+            arguments = memoryview(bytes(signature_of(Closing.number).encode_arguments((number,), {})))
+            service.deliver(CallMessage(number, "number", False, []), arguments)
+        service.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert sent.ids == [START_CALL_ID, 7] and closing.closed
