@@ -119,9 +119,21 @@ class Conversations:
         inputs = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
         if placed:
             inputs |= row_images([self.prepared[image.digest] for image in placed], placed, "cpu").inputs
+        if (
+            counts := inputs.get("batch_num_images")
+        ) is not None:
+            inputs["batch_num_images"] = turn_sizes(counts)
         logits = reference(input_ids=torch.from_numpy(tokens)[None], **inputs).logits[0, after - 1 : -1]
         written = torch.from_numpy(completion.tokens.astype(np.int64))
         return torch.log_softmax(logits, -1).gather(-1, written[:, None]).squeeze(-1)
+
+
+def turn_sizes(counts: Tensor) -> Tensor:
+    """The numbers of images in each turn, from that of the turn of each image."""
+    sizes: list[int] = []
+    while sum(sizes) < len(counts):
+        sizes.append(int(counts[sum(sizes)]))
+    return torch.tensor(sizes)
 
 
 @pytest.mark.parametrize("mode", ["forest", "block", "single"])
