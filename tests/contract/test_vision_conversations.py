@@ -119,9 +119,8 @@ class Conversations:
         inputs = {name: types for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
         if placed:
             inputs |= row_images([self.prepared[image.digest] for image in placed], placed, "cpu").inputs
-        if (
-            counts := inputs.get("batch_num_images")
-        ) is not None:
+        counts = inputs.get("batch_num_images")  # one for each image; the model reads one for each turn
+        if counts is not None:
             inputs["batch_num_images"] = turn_sizes(counts)
         logits = reference(input_ids=torch.from_numpy(tokens)[None], **inputs).logits[0, after - 1 : -1]
         written = torch.from_numpy(completion.tokens.astype(np.int64))
