@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -50,20 +51,21 @@ class RunOverviews:
         await asyncio.wait([asyncio.wrap_future(self._listing)], timeout=ANSWER_S)
         if self._listing.done():
             self._shown = self._listing.result(0)
-        await self._look_at(list(self._shown))
+        runs = self._shown  # of this list: another one may be asked for meanwhile
+        await self._look_at(runs)
         return [
             {"id": name, "folder": str(shown.folder), **asdict(self._known.get(name) or _unknown(shown))}
-            for name, shown in self._shown.items()
+            for name, shown in runs.items()
             if name not in self._unreadable
         ]
 
-    async def _look_at(self, names: list[str]) -> None:
+    async def _look_at(self, runs: Mapping[str, ShownRun]) -> None:
         """Looks at runs, a few at a time, until all have answered or none of them does."""
         self._take_answers()
-        left, awaited = dict.fromkeys(names), dict[str, asyncio.Future[RunOverview]]()
+        left, awaited = dict(runs), dict[str, asyncio.Future[RunOverview]]()
         while left:
-            for name in [each for each in left if each not in awaited]:
-                look = self._looks.get(name) or self._begin(name)
+            for name, shown in [each for each in left.items() if each[0] not in awaited]:
+                look = self._looks.get(name) or self._begin(name, shown)
                 if look is not None and look.began > time.monotonic() - ANSWER_S:
                     awaited[name] = asyncio.wrap_future(look.future)
                 elif look is not None:
@@ -77,11 +79,11 @@ class RunOverviews:
             if not answered:
                 break
 
-    def _begin(self, name: str) -> _Look | None:
+    def _begin(self, name: str, shown: ShownRun) -> _Look | None:
         """Begins to look at a run, unless as many are looked at as may be."""
         if len(self._looks) >= LOOKS_AT_ONCE:
             return None
-        self._looks[name] = _Look(self._threads.submit(self._shown[name].feed.overview), time.monotonic())
+        self._looks[name] = _Look(self._threads.submit(shown.feed.overview), time.monotonic())
         return self._looks[name]
 
     def _take_answers(self) -> None:

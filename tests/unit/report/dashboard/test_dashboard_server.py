@@ -1,5 +1,6 @@
 """What each address answers, for one run, for several, and for runs that change or vanish."""
 
+import asyncio
 import shutil
 import threading
 import time
@@ -233,6 +234,30 @@ def test_many_folders_that_hang_leave_threads_to_other_requests(
         assert len(names(server)) == LOOKS_AT_ONCE + 3
     assert len(server._overviews._looks) == LOOKS_AT_ONCE < THREADS
     assert ask(server, f"/api/runs/{chosen}/series?name=reward/mean").status_code == 200
+
+
+def test_a_run_that_is_removed_while_another_list_waits_is_in_that_list_only(
+    tmp_path: Path, hung: dict[str, threading.Event]
+) -> None:
+    runs = tmp_path / "runs"
+    for number in range(LOOKS_AT_ONCE + 1):
+        make_run(runs / f"{number:02d}", 2)
+    server = server_of(runs)
+    hung.update({f"{number:02d}": threading.Event() for number in range(LOOKS_AT_ONCE)})
+
+    async def overlapping() -> list[list[dict[str, Any]]]:
+        first = asyncio.create_task(server._overviews.read())
+        while len(server._overviews._looks) < LOOKS_AT_ONCE:  # the last run has to wait for a thread
+            await asyncio.sleep(0.01)
+        shutil.rmtree(runs / f"{LOOKS_AT_ONCE:02d}")
+        second = asyncio.create_task(server._overviews.read())
+        while len(server._overviews._shown) > LOOKS_AT_ONCE:
+            await asyncio.sleep(0.01)
+        hung["00"].set()
+        return [await first, await second]
+
+    counts = [len(each) for each in asyncio.run(overlapping())]
+    assert counts == [LOOKS_AT_ONCE, LOOKS_AT_ONCE], "the one that waited found it removed"
 
 
 def test_a_listing_that_hangs_leaves_the_runs_that_are_known(
