@@ -1,16 +1,15 @@
 """Verdicts that do not come from logs but from incidents and flight-recorder dumps."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.base.json_text import read_json
+from lockstep.doctor.judge.hypotheses import NO_FAULT
 from lockstep.doctor.logs.log_sources import CollectedSources
 from lockstep.watch.diagnosis.verdict import Fact, Verdict, VerdictKind, parse_verdict
 
-_NO_FAULT = ("unknown", "benign")
 _CLASSES_OF_KIND = {
     VerdictKind.MISMATCH: ("uneven_data", "rank_divergent_branch", "zero3_generate_desync"),
     VerdictKind.CYCLE: ("rank_divergent_branch",),
@@ -82,17 +81,20 @@ def read_prior_verdicts(
 
 
 def _read_incidents(found: CollectedSources, top: Path) -> dict[Path, Verdict]:
-    """Returns the verdicts of an incident or, newest first, of all incidents at any depth in a folder, by file. Another
-    program's file of that name is no incident, unless it was given."""
+    """Returns the verdicts of an incident or, newest first, of all incidents at any depth in a folder, by file. A file
+    of that name without a verdict, damaged or of another program, is a gap and remains a log, unless it was given."""
     given = top if top.name == "verdict.json" else top / "verdict.json"
     if given.is_file():
         return {given: parse_verdict(_read_object(given))}
     files = [each.path for each in found.sources if each.path is not None and each.path.name == "verdict.json"]
     incidents = {}
     for file in sorted(files, key=lambda each: each.parent.name, reverse=True):
-        if top in file.parents:
-            with suppress(ValueError):
-                incidents[file] = parse_verdict(_read_object(file))
+        if top not in file.parents:
+            continue
+        try:
+            incidents[file] = parse_verdict(_read_object(file))
+        except (ValueError, OSError) as error:
+            found.gaps.append(f"{file}: no incident: {error}")
     return incidents
 
 
@@ -123,7 +125,7 @@ def merge_dumps(logs: Verdict, prior: PriorVerdicts) -> Verdict:
     if not prior.dumps:
         return logs
     dump = prior.dumps[0]
-    if logs.cause in _NO_FAULT and dump.kind is not VerdictKind.UNKNOWN:
+    if logs.cause in NO_FAULT and dump.kind is not VerdictKind.UNKNOWN:
         return _verdict_of_dumps(logs, dump)
     agree = dump.kind in _CLASSES_OF_KIND and logs.cause in _CLASSES_OF_KIND[dump.kind]
     return replace(
@@ -140,7 +142,7 @@ def _verdict_of_dumps(logs: Verdict, dump: Verdict) -> Verdict:
     """Returns the verdict if only the dumps show a fault; its failure class follows from the structure in the dumps."""
     classes = [each for each in dump.alternatives if each.what != "unknown"]
     cause = dump.cause
-    if cause in _NO_FAULT:
+    if cause in NO_FAULT:
         possible = _CLASSES_OF_KIND.get(dump.kind, ())
         cause = possible[0] if possible else classes[0].what if classes else "unknown"
     confidence = dump.confidence if cause == dump.cause else min(dump.confidence, STRUCTURE_CONFIDENCE)

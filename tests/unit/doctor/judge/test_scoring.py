@@ -127,8 +127,9 @@ def test_incidents_of_a_run_beside_its_output_are_no_log(tmp_path: Path) -> None
     other = tmp_path / "data" / "judge" / "verdict.json"
     other.parent.mkdir(parents=True)
     other.write_text(json.dumps({"guilty": False}))
-    verdict = explain([str(tmp_path)]).verdict
-    assert (verdict.cause, verdict.explanation) == ("host_oom", died)
+    found = explain([str(tmp_path)])
+    assert (found.verdict.cause, found.verdict.explanation) == ("host_oom", died)
+    assert [each for each in found.gaps if "verdict.json" in each] == [f"{other}: no incident: not a verdict: 'kind'"]
 
 
 def test_folders_that_number_something_else_are_one_attempt(tmp_path: Path) -> None:
