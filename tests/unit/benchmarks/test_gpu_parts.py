@@ -195,6 +195,7 @@ def test_the_wheels_complete_the_packages_of_an_image_with_pytorch():
     assert [name for name, version in pins.items() if f"\n{name}=={version} " not in lock] == []
     needed = _closure("lockstep-rl", {"train"}) | _closure("pytest", set()) | _closure("hypothesis", set())
     needed |= _closure("nvidia-ml-py", set())
+    needed -= set(re.findall(r"^([a-z0-9-]+)==", (ROOT / "requirements-cuda.lock").read_text(), re.M))  # torch's own
     assert sorted(needed - set(pins) - set(host_facts.BESIDE_TORCH) - {"lockstep-rl"}) == []
     assert sorted(set(pins) - needed) == [], "named, and not needed"
 

@@ -179,7 +179,8 @@ def test_waits_before_the_first_step(monkeypatch):
     assert quiet.getvalue() == ""
 
 
-def test_the_live_line_is_removed():
+def test_the_live_line_is_removed(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     stream = io.StringIO()
     with LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=stream) as console:
         console.start()

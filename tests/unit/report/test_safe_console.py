@@ -4,6 +4,7 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.live import Live
@@ -44,7 +45,8 @@ def test_no_text_reaches_the_terminal_with_an_escape(text: str) -> None:
     assert "\x1b" not in printed(Text(text), terminal=False)
 
 
-def test_own_styles_and_cursor_movements_pass() -> None:
+def test_own_styles_and_cursor_movements_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     console = SafeConsole(out, force_terminal=True)
     with Live("one", console=console, auto_refresh=False) as live:
