@@ -9,7 +9,8 @@ from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.evidence_types import CollectiveCall
 from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict
-from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence, build_layout
+from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence
+from lockstep.watch.supervisor.job_layout import build_layout
 from tests.faults.ranks import RUN
 
 THRESHOLDS = StallThresholds(notice_s=1.0, still_s=2.5, busy_factor=4.0)

@@ -21,7 +21,8 @@ from lockstep.watch.agent.report_messages import (
 )
 from lockstep.watch.diagnosis.evidence import Evidence
 from lockstep.watch.diagnosis.evidence_types import ProcessInfo, WaitAlias
-from lockstep.watch.supervisor.evidence_builder import HostState, JobLayout, build_evidence, build_layout
+from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence
+from lockstep.watch.supervisor.job_layout import JobLayout, build_layout
 
 _REMEMBERED_SIGNATURES = 4096
 """The most signatures kept per host, so that a job with ever new shapes does not fill the supervisor's memory."""

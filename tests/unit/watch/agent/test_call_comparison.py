@@ -17,7 +17,8 @@ from lockstep.watch.beacon.beacon_records import FLAG_FAILED, FLAG_P2P, FLAG_UNS
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
-from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence, build_layout
+from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence
+from lockstep.watch.supervisor.job_layout import build_layout
 from tests.unit.watch.agent.recorded_members import IDENTITY, Member
 
 

@@ -13,7 +13,8 @@ from lockstep.watch.beacon.beacon_records import FLAG_FAILED, FLAG_REFUSED, FLAG
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence_types import CALL_FROM_CPP
 from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictLevel
-from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence, build_layout
+from lockstep.watch.supervisor.evidence_builder import HostState, build_evidence
+from lockstep.watch.supervisor.job_layout import build_layout
 from tests.unit.watch.agent.recorded_members import Member
 
 CALLS = 5

@@ -209,6 +209,31 @@ def test_targets_of_waits_are_resolved() -> None:
     assert store.evidence(10.0).edges[0].since == 7.0
 
 
+@pytest.mark.parametrize(
+    ("states", "on"),
+    [
+        ("dead dead running", (3,)),
+        ("dead running dead", (2,)),
+        ("dead dead dead", (2,)),
+        ("lost exited stopped", (3,)),
+        ("lost dead exited", (1,)),
+    ],
+)
+def test_who_waits_for_a_role_does_not_wait_for_processes_that_were_replaced(states: str, on: tuple[int, ...]) -> None:
+    """Three engines in succession, which ended 9, 2 and 4 seconds ago if they have ended."""
+    names = ["controller", "engine-0", "engine-0.1", "engine-0.2"]
+    infos = [ProcessInfo(name, "rollout" if rank else "controller", 0, "b") for rank, name in enumerate(names)]
+    liveness = [Liveness[each.upper()] for each in ["running", *states.split()]]
+    ended = [math.nan, *(age if state in (Liveness.DEAD, Liveness.EXITED) else math.nan
+                         for age, state in zip((9.0, 2.0, 4.0), liveness[1:], strict=True))]  # fmt: skip
+    store = MessageStore(aliases={"rollout engines": WaitAlias("rollout", WaitCondition.ANY)})
+    store.receive(parsed(Roster("b", 1, tuple(infos))), 1.0)
+    packed = b"".join(pack_process(state, ended=age) for state, age in zip(liveness, ended, strict=True))
+    waits = tuple(WaitReport(0, target, since=1.0) for target in ("rollout engines", "rollout", "engine-0"))
+    store.receive(parsed(StateReport("b", 1, packed, b"", ("",) * 4, waits=waits)), 10.0)
+    assert [edge.on for edge in store.evidence(10.0).edges] == [on, on, (1,)]
+
+
 def test_waiting_for_the_next_call_is_idle() -> None:
     record = WaitRecord("condition", "controller", "the next call", 1_000_000_000, None, 2_000_000_000, 1, "MainThread")
     assert wait_report(3, record, 4_000_000_000) == WaitReport(
