@@ -37,6 +37,11 @@ def numbers_column(values: np.ndarray) -> Any:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
 
 
+def numbers_of(column: Any) -> np.ndarray:
+    """Returns a column of numbers as a read-only view. `to_numpy` would import pandas: a second and 39 MB."""
+    return np.from_dlpack(column)
+
+
 def arrays_column(arrays: Sequence[np.ndarray], dtype: type[np.generic], name: str) -> Any:
     """Makes a list column of 1-d arrays. Raises ValueError if one has another dtype, instead of converting it."""
     for array in arrays:
@@ -49,9 +54,8 @@ def arrays_column(arrays: Sequence[np.ndarray], dtype: type[np.generic], name: s
 
 def arrays_of(column: Any) -> list[np.ndarray]:
     """Returns the arrays of a list column, as views of one writable copy."""
-    values = np.array(column.values.to_numpy(zero_copy_only=True), copy=True)
-    offsets = column.offsets.to_numpy()
-    return [values[begin:end] for begin, end in itertools.pairwise(offsets)]
+    values = np.array(numbers_of(column.values), copy=True)
+    return [values[each] for each in spans_of(column)]
 
 
 def text_column(texts: Sequence[str | None]) -> Any:
@@ -68,8 +72,11 @@ def text_column(texts: Sequence[str | None]) -> Any:
 
 def texts_of(column: Any) -> list[str | None]:
     data = memoryview(column.buffers()[2] or b"")
-    offsets = np.frombuffer(column.buffers()[1], np.int64)[column.offset : column.offset + len(column) + 1]
-    valid = column.is_valid().to_pylist()
+    rows = slice(column.offset, column.offset + len(column))
+    offsets = np.frombuffer(column.buffers()[1], np.int64)[rows.start : rows.stop + 1]
+    mask = column.buffers()[0]  # None if all are valid. `is_valid` would import pyarrow.compute, which takes 0.1 s
+    bits = np.full(-(-rows.stop // 8), 255, np.uint8) if mask is None else np.frombuffer(mask, np.uint8)
+    valid = np.unpackbits(bits, bitorder="little")[rows]
     return [
         str(data[begin:end], "utf-8", "surrogatepass") if present else None
         for begin, end, present in zip(offsets[:-1], offsets[1:], valid, strict=True)
@@ -83,8 +90,7 @@ def list_column(lengths: Sequence[int], inner: Any) -> Any:
 
 def spans_of(column: Any) -> list[slice]:
     """Returns which entries of a list column's inner column belong to each row."""
-    offsets = column.offsets.to_numpy().tolist()
-    return [slice(begin, end) for begin, end in itertools.pairwise(offsets)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(numbers_of(column.offsets).tolist())]
 
 
 _FORMAT = "1"
@@ -312,7 +318,7 @@ def _prompts(columns: dict[str, Any]) -> list[Prompt]:
             columns=json_values.loads(str(texts["columns"][index])),
             images=[PlacedImage.from_json(image) for image in json_values.loads(str(images[index]))],
         )
-        for index, row in enumerate(columns["row"].to_pylist())
+        for index, row in enumerate(numbers_of(columns["row"]).tolist())
     ]
 
 
