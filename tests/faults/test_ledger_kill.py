@@ -20,12 +20,11 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from ledger_helpers import make_completion, make_rollouts
-from lockstep.ledger import Ledger, step_file
+from lockstep.ledger import Ledger
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
-step_file.rollouts_table(make_rollouts(0), {})  # pyarrow imports pandas at its first array
 with Ledger.resume(Path(sys.argv[1])) as ledger:
     say("generation", ledger.generation)
     step = ledger.last_committed_step() + 1
