@@ -162,6 +162,7 @@ def run_or_exit(work: Callable[[Callable[[str], None]], T], events: CommandEvent
     from lockstep.cli.failure_message import show_failure
     from lockstep.cluster.protocol import RemoteError, WorkerDied
     from lockstep.ledger.errors import LedgerError
+    from lockstep.report.warning_handler import shown_warnings
     from lockstep.rewards.scoring_messages import RewardError
     from lockstep.rollout.environments.environment_protocol import EnvironmentFailed
     from lockstep.run.errors import RunRefused
@@ -169,7 +170,7 @@ def run_or_exit(work: Callable[[Callable[[str], None]], T], events: CommandEvent
     from lockstep.watch.agent.agent_client import AgentError
 
     try:
-        with events.status() as status:
+        with shown_warnings(events.warning), events.status() as status:
             return work(status)
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error

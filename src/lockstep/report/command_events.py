@@ -95,6 +95,10 @@ class CommandEvents(ABC):
         """Reports what people should know before they rely on the result."""
         self.report(CommandEvent("note", text, f"[yellow]note[/] {shown_text(text)}"))
 
+    def warning(self, text: str) -> None:
+        """Reports what went wrong and does not end the command."""
+        self.report(CommandEvent("warning", text, f"[yellow]{shown_text(text)}[/]", "warning"))
+
     def refuse(self, error: Exception) -> None:
         """Reports why nothing was started, one problem of a config per line."""
         from lockstep.config.errors import ConfigError

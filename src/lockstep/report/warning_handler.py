@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from lockstep.base.secrets import redact_text, secret_values
 
@@ -21,3 +22,14 @@ class WarningHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._show(redact_text(record.getMessage(), self._known))
+
+
+@contextmanager
+def shown_warnings(show: Callable[[str], None]) -> Iterator[None]:
+    """Shows what any part of this process warns of meanwhile."""
+    handler = WarningHandler(show)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
