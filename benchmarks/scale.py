@@ -35,7 +35,7 @@ from benchmarks.fake_workers import (
     connect_all,
     make_node,
 )
-from benchmarks.scale_bounds import calls_s, frames_s, heads_s, objects_s, payloads_s, routing_s, socket_s
+from benchmarks.scale_bounds import Groups, calls_s, frames_s, heads_s, objects_s, payloads_s, routing_s, socket_s
 from lockstep.base import waits
 from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.cluster.rpc.call_relay import DELAY_S
@@ -62,7 +62,7 @@ BARE = {
     "bare frames": "as many plain writes and reads of the mean sizes, with their authentication codes",
     "bare heads": "the head of each message encoded or decoded once",
     "bare payloads": "the requests of each engine encoded once, the completions of each answer decoded once",
-    "bare objects": "one request and one completion object for each completion, made and freed",
+    "bare objects": "the requests of each group and an object for each completion, made and freed",
     "bare calls": "a lock for each message, an entry for each call until it is answered, the worker's progress",
     "bare routing": "an engine with the fewest requests for each group, and each completion taken once",
 }
@@ -261,14 +261,14 @@ def measure(sizes: Sequence[Size], steps: int, over_s: float) -> list[Measured]:
 def bare_of(world: World, traffic: Traffic, steps: int) -> tuple[float, ...]:
     """The values of `BARE` for a step, of so many that this traffic had."""
     size, calls = world.size, world.calls()
-    completions, all_calls = size.prompts * size.group, sum(calls.values())
+    groups, all_calls = Groups(size.prompts, size.group, size.tokens), sum(calls.values())
     return (
         frames_s(traffic) / steps,
         heads_s(traffic) / steps,
-        payloads_s(size.engines, completions, calls["collect"] // steps, size.tokens),
-        objects_s(completions, size.tokens),
+        payloads_s(size.engines, groups, calls["collect"] // steps),
+        objects_s(groups),
         calls_s(all_calls // steps, (traffic.sent + traffic.received) // steps, size.engines + size.ranks),
-        routing_s(size.engines, size.prompts, size.group),
+        routing_s(size.engines, groups),
     )
 
 

@@ -6,7 +6,7 @@ has counted there. Each does one thing, in one thread, without classes of ours o
 - `frames_s`: writes and reads each message, and authenticates it, as whoever reaches the port could send one;
 - `heads_s`: encodes and decodes what each message says of its calls;
 - `payloads_s`: encodes the requests of each engine, and decodes the completions of each answer;
-- `objects_s`: makes a request with its seed and a completion with its arrays, and frees them;
+- `objects_s`: makes the requests of each group with their seeds and each completion with its arrays, and frees them;
 - `calls_s`: enters each call until it is answered, without which no failure could name its worker, and records when
   each worker made progress, without which no stall could be noticed; with a lock for each message;
 - `routing_s`: gives each group to the engine with the fewest requests, and takes each completion once.
@@ -19,7 +19,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -29,10 +30,32 @@ from lockstep.base.transport.frame_codes import KEY_BYTES, SessionKeys
 from lockstep.base.transport.frames import Connection, PeerIdentity
 from lockstep.cluster.rpc.relay_messages import CallResults, RelayedCall, RelayedCalls
 from lockstep.data.samples import Completion
-from lockstep.rollout.engine_protocol import CompletionBatch, Request, RequestBatch, request_seed
+from lockstep.rollout.engine_protocol import CompletionBatch, RequestGroup, RequestSettings, request_seeds
 
 ROUNDS = 3
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """How many groups of requests a step has, of how many requests, and the tokens of a completion."""
+
+    count: int
+    size: int
+    tokens: int
+
+    def requests(self) -> list[RequestGroup]:
+        prompt, settings = np.arange(32, dtype=np.int32), RequestSettings(max_tokens=self.tokens)
+        return [
+            RequestGroup(
+                f"0/{group}",
+                prompt.tobytes(),
+                [f"0/{group}/{k}" for k in range(self.size)],
+                request_seeds(0, 1, f"0:{group}", range(self.size)),
+                settings,
+            )
+            for group in range(self.count)
+        ]
 
 
 def socket_s(traffic: Traffic, connections: int = 64, rounds: int = 30) -> float:
@@ -132,19 +155,19 @@ def heads_s(traffic: Traffic) -> float:
     return _cpu_s(work)
 
 
-def payloads_s(engines: int, completions: int, answers: int, tokens: int) -> float:
-    """CPU seconds of encoding the requests of each engine in columns, and decoding so many answers, which have all
-    completions in columns."""
-    requests = _requests(completions // engines, tokens)
-    columns = RequestBatch.of(requests)
-    each = max(1, round(completions / max(1, answers)))
-    made = [completion_of(request, tokens, 0) for request in _requests(each, tokens)]
-    answer = _ENCODER.encode(CompletionBatch.of(4, made))
+def payloads_s(engines: int, size: Groups, answers: int) -> float:
+    """CPU seconds of encoding the requests of each engine, and decoding so many answers, which have all completions in
+    columns."""
+    groups = size.requests()
+    of_engine = [groups[engine::engines] for engine in range(engines)]
+    each = max(1, round(size.count * size.size / max(1, answers)))
+    requests = [request for group in groups for request in group.requests][:each]
+    answer = _ENCODER.encode(CompletionBatch.of([completion_of(request, size.tokens, 0) for request in requests]))
     decode = msgspec.msgpack.Decoder(CompletionBatch).decode
 
     def work() -> None:
-        for _ in range(engines):
-            _ENCODER.encode(columns)
+        for some in of_engine:
+            _ENCODER.encode(some)
         kept = [decode(answer) for _ in range(answers)]
         b"".join([batch.tokens for batch in kept])
         b"".join([batch.logprobs for batch in kept])
@@ -152,23 +175,25 @@ def payloads_s(engines: int, completions: int, answers: int, tokens: int) -> flo
     return _cpu_s(work)
 
 
-def objects_s(completions: int, tokens: int) -> float:
-    """CPU seconds of what any program with objects does for so many requests and completions: a request with its seed,
-    views of three arrays, a completion and its place in a dict; and of freeing them."""
-    values = np.frombuffer(bytearray(12 * tokens * completions), np.int32)
+def objects_s(size: Groups) -> float:
+    """CPU seconds of what any program with objects does for so many requests and completions: a group of requests with
+    their ids and seeds, a completion with views of three arrays, and its place in a dict; and of freeing them."""
+    tokens = size.tokens
+    values = np.frombuffer(bytearray(12 * tokens * size.count * size.size), np.int32)
     logprobs = values.view(np.float32)
 
     def work() -> None:
-        done = {}
-        for number, request in enumerate(_requests(completions, tokens)):
-            at = 3 * tokens * number
-            arrays = (
-                values[at : at + tokens],
-                logprobs[at + tokens : at + 2 * tokens],
-                values[at + 2 * tokens :][:tokens],
-            )
-            done[request.id] = request, Completion(request.id, *arrays, "length", "text")
-        assert len(done) == completions
+        done, at = {}, 0
+        for group in size.requests():
+            for id in group.ids:
+                arrays = (
+                    values[at : at + tokens],
+                    logprobs[at + tokens : at + 2 * tokens],
+                    values[at + 2 * tokens : at + 3 * tokens],
+                )
+                done[id] = Completion(id, *arrays, "length", "text")
+                at += 3 * tokens
+        assert len(done) == size.count * size.size
 
     return _cpu_s(work)
 
@@ -205,10 +230,10 @@ class _Progress:
         self.count, self.at = 0, 0.0
 
 
-def routing_s(engines: int, groups: int, size: int) -> float:
+def routing_s(engines: int, groups: Groups) -> float:
     """CPU seconds of giving each group of requests to the engine with the fewest, and of taking each completion once:
     from its engine's open requests to those of its step that are done."""
-    ids = [[f"0/{group}/{k}" for k in range(size)] for group in range(groups)]
+    ids = [[f"0/{group}/{k}" for k in range(groups.size)] for group in range(groups.count)]
 
     def work() -> None:
         heap = [(0, engine) for engine in range(engines)]
@@ -216,7 +241,7 @@ def routing_s(engines: int, groups: int, size: int) -> float:
         engine_of = []
         for group in ids:
             load, engine = heap[0]
-            heapq.heapreplace(heap, (load + size, engine))
+            heapq.heapreplace(heap, (load + groups.size, engine))
             open_requests[engine].update(dict.fromkeys(group))
             engine_of.append(engine)
         done = {}
@@ -226,14 +251,6 @@ def routing_s(engines: int, groups: int, size: int) -> float:
                 done[id] = None
 
     return _cpu_s(work)
-
-
-def _requests(count: int, tokens: int) -> Sequence[Request]:
-    prompt = np.arange(32, dtype=np.int32)
-    return [
-        Request(f"0/{number}/0", "g", prompt, request_seed(0, 1, "p", number), 1.0, 1.0, 0, 0.0, tokens)
-        for number in range(count)
-    ]
 
 
 def _cpu_s(work: Callable[[], None]) -> float:

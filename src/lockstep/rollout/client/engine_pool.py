@@ -23,7 +23,7 @@ from lockstep.rollout.client.engine_failover import EngineFailover, EngineRecove
 from lockstep.rollout.client.engine_slot import HOLD_PER_ENGINE_S, MAX_HOLD_S, Answer, CollectCall, EngineSlot
 from lockstep.rollout.client.request_router import EngineLoad, RequestRouter
 from lockstep.rollout.client.stragglers import StragglerDetector, gather_patiently
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, Request, RequestBatch
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, RequestGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class EnginePool:
         self,
         workers: Sequence[Worker],
         changed: threading.Event,
-        choose_engine: Callable[[Sequence[Request], EngineLoad], int],
+        choose_engine: Callable[[RequestGroup, EngineLoad], int],
         launcher: WorkerLauncher | None = None,
         recovery: EngineRecovery | None = None,
         reissue: ReissueConfig | None = None,
@@ -94,12 +94,12 @@ class EnginePool:
 
     # --- requests
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, groups: Sequence[RequestGroup]) -> None:
         """Sends requests to engines, each group to the engine that `choose_engine` picks. Raises RemoteError:
         BadRequest."""
         self._raise_error()
         with self._lock:
-            self._router.add(requests)
+            self._router.add(groups)
             dispatched = self._dispatch()
         for slot, worker, outcome in self._gather(*dispatched, "submit requests"):
             if isinstance(outcome, _FAILURES):
@@ -259,7 +259,7 @@ class EnginePool:
         assigned = self._router.assign()
         slots = [self._slots[rank] for rank in assigned]
         called = [(slot, slot.worker) for slot in slots if slot.worker is not None]  # all: the router knows who is live
-        requests = [RequestBatch.of(each) for each in assigned.values()]
+        requests = list(assigned.values())
         if called and all(slot.collecting is None for slot in slots):  # as usual
             return called, CollectCall(slots, self._hold_s, self._on_answers).submit_requests(requests)
         calls = submit_all([worker for _, worker in called], EngineAPI.submit, [(each,) for each in requests])
@@ -281,8 +281,7 @@ class EnginePool:
     def _take_completions(self, answered: Sequence[tuple[EngineSlot, CompletionBatch]]) -> None:
         """Keeps engines' completions, and aborts the same requests in other engines."""
         unpacked = CompletionBatch.unpack_all([batch for _, batch in answered])
-        for (slot, batch), completions in zip(answered, unpacked, strict=True):
-            slot.acknowledged = batch.sequence
+        for (slot, _), completions in zip(answered, unpacked, strict=True):
             fresh, duplicates = self._router.complete(slot.rank, completions)
             self._completions += fresh
             for rank, ids in duplicates.items():
