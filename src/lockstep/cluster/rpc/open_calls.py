@@ -64,6 +64,8 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.links = 0
+        """How often a worker of the node has connected or lost its connection."""
         self._calls: dict[int, OpenCall] = {}
 
     def add(self, call: OpenCall) -> None:

@@ -173,13 +173,12 @@ class CallRelayLink:
         """Sends calls to their workers, in one message if all are calls of the same channels. If the connection is
         closed, they are sent again when the workers have connected anew."""
         channels = calls[0][0].channels
-        together = [calls]
-        for call, _ in calls:
-            if call.channels is not channels:  # its arguments need several messages
-                together = [[each] for each in calls]
         try:
-            for some in together:
-                self._queue_calls(some[0][0].channels, some)
+            if len(calls) == 1 or all(call.channels is channels for call, _ in calls):
+                self._queue_calls(channels, calls)
+            else:  # the arguments of some need several messages
+                for each in calls:
+                    self._queue_calls(each[0].channels, [each])
             self.flush()
         except WireError:
             return
