@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_workers import completion_of
-from benchmarks.scale import COORDINATION, ITEMS, Size, World, coordination_s, limit_s, measure, table
+from benchmarks.scale import COORDINATION, ITEMS, Size, World, coordination_s, limit_s, measure, table, title
 from lockstep.cluster.rpc import codec
 
 
@@ -108,5 +108,5 @@ def test_the_benchmark_runs_and_tells_every_part_and_its_limit() -> None:
     for found in (direct, relayed):
         items = {item for part in found["limits"].values() for item in part}
         assert items == set(ITEMS) and 0 < limit_s(found) < coordination_s(found)
-    lines = table({"direct": direct, "relayed": relayed})
+    lines = table({title(found): found for found in (direct, relayed)})
     assert sum(line.startswith("|") for line in lines) == len(COORDINATION) + 3 + len(ITEMS) + 4

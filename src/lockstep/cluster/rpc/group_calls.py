@@ -76,11 +76,12 @@ class _ScatteredArguments:
     def __init__(self, signature: MethodSignature, arguments: Scattered, workers: Iterable[Any]) -> None:
         own = arguments.own
         self._head = signature.encode_head(((*own.shared, OWN_BYTES), *arguments.others))
+        self._padded_head = padded((self._head,))
         self._columns = own.columns
         bounds = np.asarray(own.bounds, np.int64)
         self._pieces = np.diff(bounds).T.astype(np.uint32, order="C")
         """Bytes of each worker in each column."""
-        self._bounds: list[list[int]] = bounds.T.tolist()
+        self._bounds = np.ascontiguousarray(bounds.T)
         self._ends: list[int] = bounds.sum(axis=0).tolist()
         """Bytes of all workers before each worker."""
         self._index = dict(zip(workers, itertools.count(), strict=False))
@@ -93,7 +94,7 @@ class _ScatteredArguments:
         for part in self._side_by_side(rows):
             first, last = rows[part][0], rows[part][-1] + 1
             size = self._ends[last] - self._ends[first]
-            payload = [*padded((self._head,)), *self._between(first, last), PADDING[-size % ALIGN]]
+            payload = [*self._padded_head, *self._between(first, last), PADDING[-size % ALIGN]]
             yield RelayedArguments(last - first, payload, [len(self._head), size], self._pieces[first:last].tobytes())
 
     def _side_by_side(self, rows: list[int]) -> Iterator[slice]:
@@ -110,7 +111,8 @@ class _ScatteredArguments:
                 begin = end
 
     def _between(self, first: int, last: int) -> Iterator[memoryview]:
-        return map(memoryview.__getitem__, self._columns, map(slice, self._bounds[first], self._bounds[last]))
+        begins, ends = self._bounds[first].tolist(), self._bounds[last].tolist()
+        return map(memoryview.__getitem__, self._columns, map(slice, begins, ends))
 
 
 MethodCall = tuple[Callable[..., Any], Iterable[tuple[Any, ...]] | Scattered]

@@ -101,11 +101,12 @@ class EnginePool:
         with self._lock:
             self._router.add(groups)
             dispatched = self._dispatch()
-        for slot, worker, outcome in self._gather(*dispatched, "submit requests"):
-            if isinstance(outcome, _FAILURES):
-                if isinstance(outcome, RemoteError):
-                    raise outcome
-                self._handle_loss(slot, worker, outcome)
+        for (slot, worker), outcome in zip(dispatched[0], self._gather(*dispatched, "submit requests"), strict=True):
+            if outcome is None:  # as usual
+                continue
+            if isinstance(outcome, RemoteError):
+                raise outcome
+            self._handle_loss(slot, worker, outcome)
         self._raise_error()
 
     def collect(self) -> list[Completion]:
@@ -392,7 +393,7 @@ class EnginePool:
             arguments = [() if by_name is None else by_name[worker.spec.name] for _, worker in called]
             pendings = submit_all([worker for _, worker in called], method, arguments)
         results = []
-        for slot, worker, outcome in self._gather(called, pendings, why):
+        for (slot, worker), outcome in zip(called, self._gather(called, pendings, why), strict=True):
             if isinstance(outcome, _FAILURES):
                 self._handle_loss(slot, worker, outcome)
             else:
@@ -402,7 +403,7 @@ class EnginePool:
 
     def _gather(
         self, called: Sequence[tuple[EngineSlot, Worker]], pendings: Sequence[PendingResult[T]], why: str
-    ) -> list[tuple[EngineSlot, Worker, T | CallError]]:
+    ) -> list[T | CallError]:
         """Waits for the outcomes of calls. Engines that are silent for too long are excluded until they answer."""
         outcomes, silent = gather_patiently(pendings, why, self._stragglers.config, lambda: len(self.workers))
         if silent:
@@ -412,7 +413,7 @@ class EnginePool:
                         self._exclude(slot, worker, "until it answers")
                 self._watch_dispatched(self._dispatch())
         # For an excluded engine the outcome is an error, but its slot is empty, so the callers do nothing.
-        return [(slot, worker, outcome) for (slot, worker), outcome in zip(called, outcomes, strict=True)]
+        return outcomes
 
     def _raise_error(self) -> None:
         if self._error is not None:
