@@ -1,5 +1,5 @@
-"""Writes the tables of docs/weight-sync.md, engines.md, ppo.md, recorder.md, run-folder.md, deepspeed.md and
-endurance.md from the committed results: `python -m benchmarks.docs_tables`.
+"""Writes the tables of docs/weight-sync.md, engines.md, ppo.md, recorder.md, run-folder.md, deepspeed.md,
+performance.md and endurance.md from the committed results: `python -m benchmarks.docs_tables`.
 
 Needs none of the measured programs. A test compares the pages with the results. The goals were set before anything was
 measured; those that are not met are listed below each table.
@@ -19,6 +19,7 @@ from benchmarks.endurance.summary import summary as endurance_summary
 from benchmarks.ppo_beside_grpo import table as ppo_table
 from benchmarks.recorder import table as recorder_table
 from benchmarks.run_folders import table as run_folders_table
+from benchmarks.scale import table as scale_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -179,6 +180,7 @@ TABLES: tuple[Table, ...] = (
     ("run-folder.md", "run_folders", "run_folders.jsonl", run_folders_table),
     ("deepspeed.md", "fsdp2", deepspeed_beside_fsdp2.RESULTS.name, deepspeed_beside_fsdp2.table),
     ("endurance.md", "endurance", "endurance.jsonl", endurance_summary),
+    ("performance.md", "scale", "scale.json", scale_table),
     ("endurance.md", "simulation", cluster_simulation.RESULTS.name, cluster_simulation.table),
 )
 """Page, name of its markers, file of results, and the function that makes the table."""

@@ -120,8 +120,8 @@ class FakeWorker:
         self.calls: dict[str, int] = defaultdict(int)
         self.answer: Callable[[bytearray], None] = lambda frame: None
         self._outbox = Outbox()
-        self._question: tuple[int, int, float] | None = None
-        """Number, acknowledgement and patience of the call for completions."""
+        self._question: tuple[int, float] | None = None
+        """Number and `hold_s` of the call for completions."""
         self._lock = threading.RLock()
 
     def receive(self, frame: bytearray) -> None:
@@ -139,10 +139,10 @@ class FakeWorker:
     def tell(self) -> None:
         """Answers who asked for completions, as the engine's service does after each decode step."""
         with self._lock:
-            if self._question is not None and self._outbox.due(*self._question[1:]):
-                (number, ack, hold_s), self._question = self._question, None
+            if self._question is not None and self._outbox.due(self._question[1]):
+                (number, hold_s), self._question = self._question, None
                 patience_s = self._outbox.patience_s(hold_s)
-                self._say(number, EngineAPI.collect, self._outbox.collect(ack), patience_s)
+                self._say(number, EngineAPI.collect, self._outbox.take(), patience_s)
 
     def _called(self, call: CallMessage, payload: memoryview) -> None:
         self.calls[call.method] += 1
@@ -150,12 +150,11 @@ class FakeWorker:
         arguments = signature_of(method).decode_arguments(bytearray(payload))
         if call.method == "collect":
             with self._lock:
-                self._question = call.id, arguments["ack"], arguments["hold_s"]
-                self._outbox.acknowledge(arguments["ack"])
+                self._question = call.id, arguments["hold_s"]
                 self.tell()
             return
         if call.method == "submit":
-            requests = arguments["batch"].requests
+            requests = [request for group in arguments["groups"] for request in group.requests]
             self.requests += requests
             self._outbox.expect(requests)
         self._say(call.id, method, _value(call.method))

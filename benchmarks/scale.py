@@ -1,6 +1,6 @@
 """What a step costs the controller of a run with a thousand engines and thousands of trainer ranks.
 
-    python -m benchmarks.scale                                    1,024 engines, 4,096 ranks, 8 on each node
+    python -m benchmarks.scale                                    1,024 engines, 4,096 ranks, 8 or 32 behind a relay
     python -m benchmarks.scale --engines 64 --ranks 256
     python -m benchmarks.scale --per-node 0                       only with each worker connected by itself
     python -m benchmarks.scale --json benchmarks/results/cpu/scale.json
@@ -9,8 +9,8 @@ The real controller (buffer, engines, fleet, policy, packing, ledger, handles, m
 not there: they answer at once, completions come one by one in a random order of engines. The call relays of nodes are
 real, without sockets. CPU time is counted, of all threads of the controller, without what the workers' and the relays'
 side of this simulation takes. Sockets are counted by themselves: what frames of the mean size take over loopback,
-system calls included, times the frames of a step. The `bare` rows are a minimal program with the same messages, samples
-and calls, measured in the same run.
+system calls included, times the frames of a step. The limit of each part is measured in the same run: what a minimal
+program takes for the same messages, samples and calls (`benchmarks.scale_bounds`).
 """
 
 import argparse
@@ -21,9 +21,11 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +37,7 @@ from benchmarks.fake_workers import (
     connect_all,
     make_node,
 )
-from benchmarks.scale_bounds import calls_s, frames_s, heads_s, objects_s, payloads_s, routing_s, socket_s
+from benchmarks.scale_bounds import Exchange, Work, limits, socket_s
 from lockstep.base import waits
 from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.cluster.rpc.call_relay import DELAY_S
@@ -45,6 +47,7 @@ from lockstep.config.rollout import SamplingConfig
 from lockstep.config.train_role import TrainRole
 from lockstep.config.trainer import TrainerConfig
 from lockstep.data.forest_builder import forest_from_rollouts
+from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.mini_batches import pack
 from lockstep.data.samples import Completion, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
@@ -56,18 +59,27 @@ from lockstep.run.step_metrics import rollout_metrics, update_metrics
 from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.trainer_api import TrainerInfo
 
-COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics", "sockets")
-"""Parts that exist because there are many workers; the others are work on the samples themselves."""
-BARE = {
-    "bare frames": "as many plain writes and reads of the mean sizes, with their authentication codes",
-    "bare heads": "the head of each message encoded or decoded once",
-    "bare payloads": "the requests of each engine encoded once, the completions of each answer decoded once",
-    "bare objects": "one request and one completion object for each completion, made and freed",
-    "bare calls": "a lock for each message, an entry for each call until it is answered, the worker's progress",
-    "bare routing": "an engine with the fewest requests for each group, and each completion taken once",
+COORDINATION = {
+    "submit": "requests to engines",
+    "collect": "completions in a random order of engines",
+    "progress": "counters of all engines, once",
+    "load_weights": "all engines",
+    "step": "its rows to each rank, and the answers",
+    "write_weights": "all ranks",
+    "metrics": "of the step",
+    "sockets": "codes and system calls of all messages",
 }
-"""What any program of Python with these messages, samples and calls must do (`benchmarks.scale_bounds`), measured in
-the same run; not part of a sum."""
+"""Parts that exist because there are many workers; the others are work on the samples themselves."""
+ITEMS = {
+    "frames": "plain writes and reads of all messages, authenticated",
+    "calls": "each numbered, encoded, kept until it is answered, acknowledged; its workers and their progress known",
+    "requests": "made with ids and seeds, given to the engine with the fewest, encoded, remembered",
+    "completions": "decoded and checked, an object with its arrays for each, each taken once, the oldest version found",
+    "counters": "of each engine decoded",
+    "rows": "of the ranks of each message cut out of the columns",
+}
+GOAL_S = 0.1
+"""Of the parts of `COORDINATION` together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,11 @@ class Size:
     """Workers of a node, which its call relay serves; 0: there are no relays."""
 
     @property
+    def text(self) -> str:
+        samples = f"{self.prompts:,} prompts x {self.group} completions of {self.tokens} tokens"
+        return f"{self.engines:,} engines, {self.ranks:,} trainer ranks, {samples}"
+
+    @property
     def prompts(self) -> int:
         """As many as give every rank a completion, and every engine a group."""
         return max(self.engines, self.ranks // self.group)
@@ -92,14 +109,17 @@ ROLE = TrainRole(
 
 
 class Draws:
-    """Prompts without data."""
+    """Prompts without data, made beside what is counted: in a run they come from the data."""
 
-    def __init__(self, per_step: int) -> None:
-        self.per_step = per_step
+    def __init__(self, per_step: int, account: Account) -> None:
+        self.per_step, self._account = per_step, account
 
     def draw(self, step: int, round: int = 0, count: int | None = None) -> list[Prompt]:
+        began = time.thread_time_ns()
         tokens = np.arange(5, 37, dtype=np.int32)
-        return [Prompt(f"{step}:{row}", row, tokens, "p") for row in range(self.per_step)]
+        prompts = [Prompt(f"{step}:{row}", row, tokens, "p") for row in range(self.per_step)]
+        self._account.beside(began)
+        return prompts
 
 
 class Here:
@@ -130,8 +150,12 @@ class World:
             connection.traffic = Traffic()  # without the messages of connecting
         workers = [fake.worker for fake in self.engines]
         self.fleet = RolloutClient(workers, SamplingConfig(max_tokens=size.tokens), seed=0)
-        draws = Draws(size.prompts)
-        self._kept_s = 0.0
+        draws = Draws(size.prompts, self.account)
+        self._kept_s, self._steps = 0.0, 0
+        self.minibatches: list[MiniBatch] = []
+        """Of the last step."""
+        self.exchanged: dict[str, Exchange] = {}
+        """By part of a step."""
         keep = self.ledger.keep
         self.ledger.keep = lambda step, completions: self._keep(keep, step, completions)  # type: ignore[method-assign]
         self.buffer = RolloutBuffer(self.fleet, self.ledger, draws, size.group, steps, 0)  # type: ignore[arg-type]
@@ -154,29 +178,50 @@ class World:
         account, size = self.account, self.size
         account.spent.clear()
         self._kept_s = 0.0
-        with account.part("submit"):
+        with self._part("submit"):
             self.buffer.request(step)
         generating = threading.Thread(target=self._generate, args=(step,), daemon=True)
         generating.start()
-        with account.part("collect"):
+        with self._part("collect"):
             rollouts = self.buffer.take(step, size.prompts)
             waits.join(generating, waits_for="generation", why="its end", timeout_s=60.0)
-        with account.part("progress"):
+        with self._part("progress"):
             self.fleet.counters()
         with account.part("pack"):
             batch = self._packed(rollouts)
-            minibatches = list(batch.minibatches(1, None, ROLE.objective, max_tokens=size.tokens))
-        with account.part("step"):
-            stats = [self.policy.step(minibatch) for minibatch in minibatches]
+            self.minibatches = list(batch.minibatches(1, None, ROLE.objective, max_tokens=size.tokens))
+        with self._part("step"):
+            stats = [self.policy.step(minibatch) for minibatch in self.minibatches]
         with account.part("metrics"):
             row = update_metrics(stats) | self.buffer.metrics(step)
         with account.part("rollout metrics"):
             row |= rollout_metrics(rollouts)
-        with account.part("write_weights"):
+        with self._part("write_weights"):
             self.policy.write_weights(step + 1)
-        with account.part("load_weights"):
+        with self._part("load_weights"):
             self.fleet.load_weights(Here(), step + 1)
+        self._steps += 1
         return dict(account.spent) | {"keep": self._kept_s}
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """A part that exchanges messages with workers, which are counted in the first step."""
+        before = None if self._steps else (self.traffic(), sum(self.calls().values()))
+        with self.account.part(name):
+            yield
+        if before is not None:
+            now, calls = self.traffic(), sum(self.calls().values()) - before[1]
+            # Engines are asked for completions together with their requests, and answer later.
+            calls += {"submit": -self.size.engines, "collect": self.size.engines}.get(name, 0)
+            sent, received = now.sent - before[0].sent, now.received - before[0].received
+            self.exchanged[name] = Exchange(sent, received, calls)
+
+    def limits(self) -> dict[str, dict[str, float]]:
+        """The limit of each part of a step, in CPU seconds, by what they are spent on; measured now."""
+        size, traffic = self.size, Traffic(*(count // self._steps for count in astuple(self.traffic())))
+        (minibatch,) = self.minibatches
+        work = Work(size.engines, size.prompts, size.group, size.tokens, minibatch.encode())
+        return limits(work, self.exchanged, traffic)
 
     def _packed(self, rollouts: Rollouts) -> "object":
         for group in rollouts.groups:
@@ -235,72 +280,85 @@ class World:
         self.ledger.close()
 
 
-Measured = tuple[dict[str, float], dict[str, int], Traffic]
-"""CPU seconds of a step by part; calls and messages of all steps."""
-
-
-def measure(sizes: Sequence[Size], steps: int, over_s: float) -> list[Measured]:
+def measure(sizes: Sequence[Size], steps: int, over_s: float) -> list[dict[str, Any]]:
     """Medians over all steps but the first. The sizes take turns, so that the machine's load is the same for all."""
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as scratch, infrequent_gc():
         worlds = [World(size, Path(scratch) / f"run-{at}", steps + 1, over_s) for at, size in enumerate(sizes)]
         spent: list[list[dict[str, float]]] = [[] for _ in worlds]
+        least: list[list[dict[str, dict[str, float]]]] = [[] for _ in worlds]
         for step in range(steps + 1):
-            for world, of in zip(worlds, spent, strict=True):
-                found, traffic = world.step(step), world.traffic()
-                sockets = socket_s(traffic) / (step + 1)
-                bare = bare_of(world, traffic, step + 1)
-                of.append(found | {"sockets": sockets} | dict(zip(BARE, bare, strict=True)))
+            for world, seconds, of in zip(worlds, spent, least, strict=True):
+                found = world.step(step)
+                seconds.append(found | {"sockets": socket_s(world.traffic()) / (step + 1)})
+                of.append(world.limits())
         measured = []
-        for world, of in zip(worlds, spent, strict=True):
-            medians = {name: statistics.median(each[name] for each in of[1:]) for name in of[0]}
-            measured.append((medians, world.calls(), world.traffic()))
+        for world, seconds, of in zip(worlds, spent, least, strict=True):
+            measured.append(
+                {
+                    "size": asdict(world.size),
+                    "steps": steps + 1,
+                    "seconds": {name: statistics.median(each[name] for each in seconds[1:]) for name in seconds[0]},
+                    "limits": {
+                        part: {item: statistics.median(each[part][item] for each in of[1:]) for item in items}
+                        for part, items in of[0].items()
+                    },
+                    "calls": world.calls(),
+                    "messages": asdict(world.traffic()),
+                }
+            )
             world.close()
     return measured
 
 
-def bare_of(world: World, traffic: Traffic, steps: int) -> tuple[float, ...]:
-    """The values of `BARE` for a step, of so many that this traffic had."""
-    size, calls = world.size, world.calls()
-    completions, all_calls = size.prompts * size.group, sum(calls.values())
-    return (
-        frames_s(traffic) / steps,
-        heads_s(traffic) / steps,
-        payloads_s(size.engines, completions, calls["collect"] // steps, size.tokens),
-        objects_s(completions, size.tokens),
-        calls_s(all_calls // steps, (traffic.sent + traffic.received) // steps, size.engines + size.ranks),
-        routing_s(size.engines, size.prompts, size.group),
-    )
-
-
-def coordination_s(spent: dict[str, float]) -> float:
+def coordination_s(found: Mapping[str, Any]) -> float:
     """CPU seconds that are spent because there are many workers."""
-    return sum(spent[name] for name in COORDINATION)
+    return sum(found["seconds"][name] for name in COORDINATION)
 
 
-def bare_total_s(spent: dict[str, float]) -> float:
-    """The limit of `coordination_s` in CPU seconds."""
-    return sum(spent[name] for name in BARE)
+def limit_s(found: Mapping[str, Any]) -> float:
+    """The limit of `coordination_s`."""
+    return sum(sum(items.values()) for items in found["limits"].values())
 
 
-def table(size: Size, spent: dict[str, float]) -> list[str]:
-    """Lines of Markdown."""
-    nodes = f", {size.per_node} on each node behind a relay" if size.per_node else ", each connected by itself"
-    lines = [
-        f"{size.engines:,} engines, {size.ranks:,} trainer ranks, {size.prompts:,} prompts x {size.group} completions "
-        f"of {size.tokens} tokens{nodes}",
-        "",
-        "| part | CPU ms a step |",
-        "| --- | --- |",
-    ]
-    lines += [f"| {name} | {1e3 * value:.1f} |" for name, value in spent.items() if name not in BARE]
-    coordination = coordination_s(spent)
+def title(found: Mapping[str, Any]) -> str:
+    """How the workers are connected."""
+    per_node = found["size"]["per_node"]
+    return f"{per_node} behind each relay" if per_node else "each by itself"
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of Markdown: CPU milliseconds of a step by part, beside their limits, and what these consist of.
+
+    Args:
+        results: what `measure` returns for each way in which workers are connected, by `title`.
+    """
+    of = list(results.values())
+
+    def line(name: str, seconds: Iterable[float], mark: str = "") -> str:
+        return f"| {name} | {' | '.join(f'{mark}{1e3 * each:.1f}{mark}' for each in seconds)} |"
+
+    def beside(value: Callable[[Any], float], limit: Callable[[Any], float]) -> list[float]:
+        return [each for found in of for each in (value(found), limit(found))]
+
+    def both(part: str) -> list[float]:
+        return beside(lambda found: found["seconds"][part], lambda found: sum(found["limits"].get(part, {}).values()))
+
+    def of_item(item: str) -> list[float]:
+        return [sum(items.get(item, 0.0) for items in found["limits"].values()) for found in of]
+
+    titles = list(results)
+    items = dict.fromkeys(item for found in of for part in found["limits"].values() for item in part)
     return [
-        *lines,
-        f"| **because of many workers** ({', '.join(COORDINATION)}) | **{1e3 * coordination:.1f}** |",
-        f"| **all** | **{1e3 * sum(value for name, value in spent.items() if name not in BARE):.1f}** |",
-        *(f"| {name}: {what} | {1e3 * spent[name]:.1f} |" for name, what in BARE.items()),
-        f"| **bare, all together** | **{1e3 * bare_total_s(spent):.1f}** |",
-        f"| **times the bare program** | **{coordination / bare_total_s(spent):.1f}** |",
+        f"| part | {' | '.join(f'{title} | its limit' for title in titles)} |",
+        f"| --- |{' --- |' * 2 * len(of)}",
+        *(line(f"{part}: {what}", both(part)) for part, what in COORDINATION.items()),
+        line(f"**because of many workers** (goal: {1e3 * GOAL_S:.0f})", beside(coordination_s, limit_s), "**"),
+        "",
+        f"| what the limits consist of | {' | '.join(titles)} |",
+        f"| --- |{' --- |' * len(of)}",
+        *(line(f"{item}: {ITEMS[item]}", of_item(item)) for item in items),
+        line("**limit of a step**", map(limit_s, of), "**"),
+        line("a step / its limit", (1e-3 * coordination_s(found) / limit_s(found) for found in of)),
     ]
 
 
@@ -310,27 +368,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--group", type=int, default=4, help="completions of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion")
-    parser.add_argument("--per-node", type=int, default=8, help="workers behind a call relay")
+    parser.add_argument("--per-node", type=int, nargs="+", default=[8, 32], help="workers behind a call relay")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--over", type=float, default=2.0, metavar="SECONDS", help="in which completions come")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
     options = parser.parse_args(arguments)
-    found = {}
     workers = options.engines, options.ranks, options.group, options.tokens
-    sizes = [Size(*workers, per_node) for per_node in dict.fromkeys((0, options.per_node))]
-    for size, (spent, calls, traffic) in zip(sizes, measure(sizes, options.steps, options.over), strict=True):
-        print("\n".join(table(size, spent)))
-        print(f"\nin {options.steps + 1} steps: calls {calls}, messages {asdict(traffic)}\n")
-        found["relayed" if size.per_node else "direct"] = {
-            "size": asdict(size), "seconds": spent, "coordination": coordination_s(spent),
-            "bare": bare_total_s(spent), "calls": calls,
-            "messages": asdict(traffic),
-        }  # fmt: skip
-    if len(found) == 2:
-        direct, relayed = (found[name]["coordination"] for name in ("direct", "relayed"))
-        print(f"because of many workers, through relays: {relayed / direct:.2f} of what it is without")
+    sizes = [Size(*workers, per_node) for per_node in dict.fromkeys((0, *options.per_node))]
+    measured = measure(sizes, options.steps, options.over)
+    results = {title(found): found for found in measured}
+    print(sizes[0].text, "\n".join(table(results)), sep="\n\n")
+    for name, found in results.items():
+        own = ", ".join(f"{part} {1e3 * s:.1f}" for part, s in found["seconds"].items() if part not in COORDINATION)
+        print(f"\n{name}: work on the samples themselves {own}; in {found['steps']} steps {found['calls']}", end=", ")
+        print(found["messages"])
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

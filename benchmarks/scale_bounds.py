@@ -1,25 +1,29 @@
-"""What a step of many workers costs at the least: small programs that do only what any controller in Python must do.
+"""The limit of what a step with many workers costs: small programs that do only what any controller in Python must do.
 
-`benchmarks.scale` runs them beside the real controller, with the numbers of messages, bytes, calls and samples that it
-has counted there. Each does one thing, in one thread, without classes of ours or anything that handles failures:
+`benchmarks.scale` runs them in the same process as the real controller, with the numbers of messages, bytes, calls and
+samples that it has counted there, part by part of a step (`limits`). Each is straight-line code without layers:
 
-- `frames_s`: writes and reads each message, and authenticates it, as whoever reaches the port could send one;
-- `heads_s`: encodes and decodes what each message says of its calls;
-- `payloads_s`: encodes the requests of each engine, and decodes the completions of each answer;
-- `objects_s`: makes a request with its seed and a completion with its arrays, and frees them;
-- `calls_s`: enters each call until it is answered, without which no failure could name its worker, and records when
-  each worker made progress, without which no stall could be noticed; with a lock for each message;
-- `routing_s`: gives each group to the engine with the fewest requests, and takes each completion once.
+- *frames*: writes and reads each message, and authenticates it, as whoever reaches the port could send one;
+- *calls*: numbers and encodes each call with what it acknowledges, keeps it to be sent again until it is answered,
+  knows which workers owe the answer, decodes it, records when they made progress, and counts the answers for who waits;
+- *requests*: makes the requests of each group with ids and seeds, gives each group to the engine with the fewest,
+  encodes them, and remembers which engine has which;
+- *completions*: decodes each answer as it arrived, checks it, makes an object with its arrays for each completion,
+  takes each once, and finds the oldest version of a token;
+- *counters*: decodes those of each engine;
+- *rows*: cuts the rows of the ranks of each message out of the columns.
 """
 
 import hashlib
 import heapq
 import hmac
+import itertools
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -28,11 +32,55 @@ from benchmarks.fake_workers import Traffic, completion_of
 from lockstep.base.transport.frame_codes import KEY_BYTES, SessionKeys
 from lockstep.base.transport.frames import Connection, PeerIdentity
 from lockstep.cluster.rpc.relay_messages import CallResults, RelayedCall, RelayedCalls
+from lockstep.data.micro_batch import EncodedRanks
 from lockstep.data.samples import Completion
-from lockstep.rollout.engine_protocol import CompletionBatch, Request, RequestBatch, request_seed
+from lockstep.rollout.engine_protocol import (
+    CompletionBatch,
+    EngineProgress,
+    RequestGroup,
+    RequestSettings,
+    request_seeds,
+)
 
-ROUNDS = 3
+ROUNDS = 5
 _ENCODER = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a part of a step exchanges with workers."""
+
+    sent: int
+    received: int
+    calls: int
+    """Of one worker each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step is about."""
+
+    engines: int
+    groups: int
+    group_size: int
+    tokens: int
+    """Of a completion."""
+    rows: EncodedRanks
+
+
+def limits(work: Work, exchanged: Mapping[str, Exchange], traffic: Traffic) -> dict[str, dict[str, float]]:
+    """CPU seconds that each part of a step takes at the least, by what they are spent on.
+
+    Args:
+        traffic: all messages of the step.
+    """
+    found = {part: {"calls": calls_s(exchange)} for part, exchange in exchanged.items()}
+    found["submit"]["requests"] = requests_s(work)
+    found["collect"]["completions"] = completions_s(work, exchanged["collect"].calls)
+    found["progress"]["counters"] = counters_s(exchanged["progress"].calls)
+    found["step"]["rows"] = rows_s(work.rows, exchanged["step"].sent)
+    found["sockets"] = {"frames": frames_s(traffic)}
+    return found
 
 
 def socket_s(traffic: Traffic, connections: int = 64, rounds: int = 30) -> float:
@@ -117,126 +165,133 @@ def _codes(keyed: "hashlib.blake2b", content: bytes) -> tuple[bytes, bytes]:
     return of_length, code.digest()
 
 
-def heads_s(traffic: Traffic) -> float:
-    """CPU seconds of encoding the head of each message that is sent, and decoding that of each that is received."""
-    call = RelayedCalls([], [RelayedCall(1 << 33, "write_weights", False, [16])], ([1 << 33], [], []))
-    answer = _ENCODER.encode(CallResults(1 << 33, [16]))
-    decode = msgspec.msgpack.Decoder(CallResults).decode
+@dataclass(slots=True)
+class _Worker:
+    progress_count: int = 0
+    last_progress_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Node:
+    """A connection and the workers behind it."""
+
+    workers: list[_Worker]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    open: dict[int, tuple[bytes, list[_Worker]]] = field(default_factory=dict)
+    """The message and the workers of each call that is not answered, by its number."""
+    arrived: list[int] = field(default_factory=list)
+    """Calls whose answers are not acknowledged."""
+
+
+def calls_s(exchange: Exchange) -> float:
+    """CPU seconds of sending and answering these calls, as this module's description says. Several threads may send, so
+    each connection has a lock, as have the answers of a call."""
+    if not exchange.sent:
+        return 0.0
+    each = max(1, round(exchange.calls / exchange.received))
+    nodes = [_Node([_Worker() for _ in range(each)]) for _ in range(max(exchange.sent, exchange.received))]
+    answers = [bytearray(_ENCODER.encode(CallResults(number, [16]))) for number in range(exchange.received)]
+    decode, lock, results = msgspec.msgpack.Decoder(CallResults).decode, threading.Lock(), []
 
     def work() -> None:
-        for _ in range(traffic.sent):
-            _ENCODER.encode(call)
-        for _ in range(traffic.received):
-            decode(answer)
+        numbers, left, done = itertools.count(), len(nodes) * each, threading.Event()
+        results.clear()
+        for node in nodes[: exchange.sent]:
+            with node.lock:
+                number, acknowledged, node.arrived = next(numbers), node.arrived, []
+                calls = [RelayedCall(number, "write_weights", False, [16])]
+                message = _ENCODER.encode(RelayedCalls([], calls, (acknowledged, [], [])))
+                node.open[number] = message, node.workers
+        for node, number in zip(nodes[exchange.sent :], numbers, strict=False):
+            node.open[number] = b"", node.workers  # asked in an earlier message
+        for node, answer in zip(nodes, answers, strict=False):
+            result, now = decode(answer), time.monotonic()
+            with node.lock:
+                _, workers = node.open.pop(result.id)
+                node.arrived.append(result.id)
+            for worker in workers:
+                worker.progress_count += 1
+                worker.last_progress_at = now
+            with lock:
+                results.append((workers, answer))
+                left -= len(workers)
+        done.set()
 
     return _cpu_s(work)
 
 
-def payloads_s(engines: int, completions: int, answers: int, tokens: int) -> float:
-    """CPU seconds of encoding the requests of each engine in columns, and decoding so many answers, which have all
-    completions in columns."""
-    requests = _requests(completions // engines, tokens)
-    columns = RequestBatch.of(requests)
-    each = max(1, round(completions / max(1, answers)))
-    made = [completion_of(request, tokens, 0) for request in _requests(each, tokens)]
-    answer = _ENCODER.encode(CompletionBatch.of(4, made))
+def requests_s(work: Work) -> float:
+    """CPU seconds of making, giving out and encoding the requests of a step."""
+    prompt, settings = np.arange(32, dtype=np.int32), RequestSettings(max_tokens=work.tokens)
+    numbers = range(work.group_size)
+
+    def make() -> None:
+        heap = [(0, engine) for engine in range(work.engines)]
+        open_requests: list[dict[str, RequestGroup]] = [{} for _ in heap]
+        given: list[list[RequestGroup]] = [[] for _ in heap]
+        for number in range(work.groups):
+            ids = [f"0/0:{number}/{k}" for k in numbers]
+            seeds = request_seeds(0, 1, f"0:{number}", numbers)
+            group = RequestGroup(f"1/0:{number}", prompt.tobytes(), ids, seeds, settings)
+            load, engine = heap[0]
+            heapq.heapreplace(heap, (load + work.group_size, engine))
+            open_requests[engine].update(dict.fromkeys(ids, group))
+            given[engine].append(group)
+        for groups in given:
+            _ENCODER.encode(groups)
+
+    return _cpu_s(make)
+
+
+def completions_s(work: Work, answers: int) -> float:
+    """CPU seconds of taking all completions of a step, which come in so many answers."""
+    ids = [f"0/0:{number}/{k}" for number in range(work.groups) for k in range(work.group_size)]
+    groups = RequestGroup("1/0:0", np.arange(32, dtype=np.int32).tobytes(), ids, list(range(len(ids))))
+    made = [completion_of(request, work.tokens, 0) for request in groups.requests]
+    parts = [made[len(made) * at // answers : len(made) * (at + 1) // answers] for at in range(answers)]
+    frames = [bytearray(_ENCODER.encode(CompletionBatch.of(part))) for part in parts]
     decode = msgspec.msgpack.Decoder(CompletionBatch).decode
 
-    def work() -> None:
-        for _ in range(engines):
-            _ENCODER.encode(columns)
-        kept = [decode(answer) for _ in range(answers)]
-        b"".join([batch.tokens for batch in kept])
-        b"".join([batch.logprobs for batch in kept])
+    def take() -> None:
+        open_requests, done = dict.fromkeys(ids), {}
+        batches = [decode(frame) for frame in frames]
+        tokens = np.frombuffer(bytearray().join([batch.tokens for batch in batches]), np.int32)
+        logprobs = np.frombuffer(bytearray().join([batch.logprobs for batch in batches]), np.float32)
+        runs = np.array([each for batch in batches for each in batch.versions], np.int32)
+        versions = np.repeat(runs, [each for batch in batches for each in batch.version_sizes])
+        assert len(tokens) == len(logprobs) == len(versions) and runs.min() == 0
+        end = 0
+        for batch in batches:
+            for id, finish, text, size in zip(batch.requests, batch.finishes, batch.texts, batch.sizes, strict=True):
+                part = slice(end, end := end + size)
+                if open_requests.pop(id, id) is None:  # each completion once
+                    done[id] = Completion(id, tokens[part], logprobs[part], versions[part], finish, text)
+        assert len(done) == len(made)
 
-    return _cpu_s(work)
-
-
-def objects_s(completions: int, tokens: int) -> float:
-    """CPU seconds of what any program with objects does for so many requests and completions: a request with its seed,
-    views of three arrays, a completion and its place in a dict; and of freeing them."""
-    values = np.frombuffer(bytearray(12 * tokens * completions), np.int32)
-    logprobs = values.view(np.float32)
-
-    def work() -> None:
-        done = {}
-        for number, request in enumerate(_requests(completions, tokens)):
-            at = 3 * tokens * number
-            arrays = (
-                values[at : at + tokens],
-                logprobs[at + tokens : at + 2 * tokens],
-                values[at + 2 * tokens :][:tokens],
-            )
-            done[request.id] = request, Completion(request.id, *arrays, "length", "text")
-        assert len(done) == completions
-
-    return _cpu_s(work)
+    return _cpu_s(take)
 
 
-def calls_s(calls: int, messages: int, workers: int) -> float:
-    """CPU seconds of what any program that knows which worker has not answered, and since when each has made no
-    progress, does for so many calls in so many messages: it enters each in a dict, looks up the answer's worker by the
-    number in the answer, takes the call out, and records the time at the worker; with the lock of the connection for
-    each message and each answer, since several threads send."""
-    lock, alive = threading.Lock(), [_Progress() for _ in range(workers)]
-
-    def work() -> None:
-        open_calls: dict[int, _Progress] = {}
-        for _ in range(messages):
-            with lock:
-                pass
-        for number in range(calls):
-            open_calls[number] = alive[number % workers]
-        now = time.monotonic()
-        for number in range(calls):
-            worker = open_calls.pop(number)
-            worker.count += 1
-            worker.at = now
-
-    return _cpu_s(work)
+def counters_s(engines: int) -> float:
+    """CPU seconds of decoding the counters of so many engines."""
+    frames = [bytearray(_ENCODER.encode(EngineProgress(number, 0, 0, 0, 0, False))) for number in range(engines)]
+    decode = msgspec.msgpack.Decoder(EngineProgress).decode
+    return _cpu_s(lambda: list(map(decode, frames)))
 
 
-class _Progress:
-    """How often a worker has made progress, and when the last time."""
+def rows_s(rows: EncodedRanks, messages: int) -> float:
+    """CPU seconds of cutting the rows of all ranks, in so many messages, out of their columns."""
+    edges = np.linspace(0, len(rows), messages + 1, dtype=np.int64)
 
-    __slots__ = ("at", "count")
+    def cut() -> None:
+        pieces, bounds = np.diff(rows.bounds).T.astype(np.uint32, order="C"), rows.bounds.T[edges].tolist()
+        for first, last, begin, end in zip(edges[:-1], edges[1:], bounds, bounds[1:], strict=False):
+            [column[slice(*part)] for column, part in zip(rows.columns, zip(begin, end, strict=True), strict=True)]
+            pieces[first:last].tobytes()
 
-    def __init__(self) -> None:
-        self.count, self.at = 0, 0.0
-
-
-def routing_s(engines: int, groups: int, size: int) -> float:
-    """CPU seconds of giving each group of requests to the engine with the fewest, and of taking each completion once:
-    from its engine's open requests to those of its step that are done."""
-    ids = [[f"0/{group}/{k}" for k in range(size)] for group in range(groups)]
-
-    def work() -> None:
-        heap = [(0, engine) for engine in range(engines)]
-        open_requests: list[dict[str, None]] = [{} for _ in range(engines)]
-        engine_of = []
-        for group in ids:
-            load, engine = heap[0]
-            heapq.heapreplace(heap, (load + size, engine))
-            open_requests[engine].update(dict.fromkeys(group))
-            engine_of.append(engine)
-        done = {}
-        for group, engine in zip(ids, engine_of, strict=True):
-            for id in group:
-                open_requests[engine].pop(id)
-                done[id] = None
-
-    return _cpu_s(work)
+    return _cpu_s(cut)
 
 
-def _requests(count: int, tokens: int) -> Sequence[Request]:
-    prompt = np.arange(32, dtype=np.int32)
-    return [
-        Request(f"0/{number}/0", "g", prompt, request_seed(0, 1, "p", number), 1.0, 1.0, 0, 0.0, tokens)
-        for number in range(count)
-    ]
-
-
-def _cpu_s(work: Callable[[], None]) -> float:
+def _cpu_s(work: Callable[[], object]) -> float:
     """The least of some repetitions."""
     spent = []
     for _ in range(ROUNDS):

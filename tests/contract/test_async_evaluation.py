@@ -95,10 +95,9 @@ def test_evaluation_has_priority_over_requests_of_later_steps(model: Path) -> No
     worker = LocalEngine(model, rows=4)
     engines = RolloutClient([worker], SamplingConfig(max_tokens=60, ignore_eos=True), seed=0)  # type: ignore[list-item]
     ahead = [
-        request
+        engines.requests(step, prompt, {f"{step}/{prompt.uid}/{k}": k for k in range(4)})
         for step in (2, 1)
         for prompt in prompts(3, first=10 * step)
-        for request in engines.requests(step, prompt, {f"{step}/{prompt.uid}/{k}": k for k in range(4)})
     ]
     engines.submit(ahead, queue="rollouts")
     for _ in range(5):
@@ -115,11 +114,12 @@ def test_evaluation_has_priority_over_requests_of_later_steps(model: Path) -> No
         "they continued with the new weights"
     )
     order = [completion.request for completion in early]
-    while len(order) < len(ahead):
+    wanted = [id for group in ahead for id in group.ids]
+    while len(order) < len(wanted):
         worker.service.background()
         order += [completion.request for completion in engines.collect(queue="rollouts")]
     steps = [int(id.partition("/")[0]) for id in order]
-    assert sorted(order) == sorted(request.id for request in ahead)
+    assert sorted(order) == sorted(wanted)
     assert steps[4:] == sorted(steps[4:]), "earlier steps first, whatever was submitted first"
 
 
@@ -127,7 +127,7 @@ def test_requests_of_equal_priority_stay_in_their_order(model: Path) -> None:
     worker = LocalEngine(model, rows=1)
     engines = RolloutClient([worker], SamplingConfig(max_tokens=2, ignore_eos=True), seed=0)  # type: ignore[list-item]
     for count in range(4):
-        engines.submit(engines.requests(3, prompts(1, first=count)[0], {f"3/{count}": 0}), queue="x")
+        engines.submit([engines.requests(3, prompts(1, first=count)[0], {f"3/{count}": 0})], queue="x")
     order: list[str] = []
     while len(order) < 4:
         worker.service.background()
@@ -142,7 +142,7 @@ def test_running_completions_continue_with_new_weights_and_tokens_carry_their_ve
     engines = RolloutClient(workers, SamplingConfig(max_tokens=20, ignore_eos=True), seed=0)  # type: ignore[arg-type]
     chosen = prompts(2)
     requests = [engines.requests(3, prompt, {f"3/{prompt.uid}/{k}": k for k in range(4)}) for prompt in chosen]
-    engines.submit([request for group in requests for request in group], queue="rollouts")
+    engines.submit(requests, queue="rollouts")
     assert all(len(worker.service._engine._ids) == 4 for worker in workers), "one group per engine"
     for worker, steps in zip(workers, (5, 11), strict=True):
         for _ in range(steps):
@@ -154,7 +154,7 @@ def test_running_completions_continue_with_new_weights_and_tokens_carry_their_ve
             worker.service.background()
         done += engines.collect(queue="rollouts")
     found = {completion.request: completion for completion in done}
-    groups = [Group(prompt, [found[each.id] for each in group]) for prompt, group in zip(chosen, requests, strict=True)]
+    groups = [Group(prompt, [found[id] for id in group.ids]) for prompt, group in zip(chosen, requests, strict=True)]
     for group, old in zip(groups, (5, 11), strict=True):
         for completion in group.completions:
             assert completion.versions.tolist() == [0] * old + [2] * (20 - old)

@@ -152,8 +152,8 @@ def test_a_conversation_stays_on_its_engine(home, setup, second) -> None:
 
     def noted(group, load):
         chosen = choose(group, load)
-        for request in group:
-            went.setdefault(request.id.rpartition("/turn")[0], []).append(chosen)
+        for id in group.ids:
+            went.setdefault(id.rpartition("/turn")[0], []).append(chosen)
         return chosen
 
     router.choose_engine = noted

@@ -20,7 +20,7 @@ from lockstep.rollout.builtin.model_forward import ModelForward, use_plain_atten
 from lockstep.rollout.builtin.model_runner import CachedRunner
 from lockstep.rollout.builtin.plain_runner import PlainRunner
 from lockstep.rollout.builtin.prompt_images import ModelImages
-from lockstep.rollout.engine_protocol import Request, RequestBatch
+from lockstep.rollout.engine_protocol import Request, RequestGroup
 from lockstep.rollout.engine_service import EngineService
 from lockstep.rollout.errors import BadRequest, WeightsMismatch
 from tests.contract.vision_prompts import PicturePrompt, VisionScene
@@ -245,7 +245,7 @@ def test_new_weights_give_what_a_new_engine_gives(scene, part, tmp_path):
 def test_the_service_reads_the_folder_of_images(scene):
     service = EngineService({"path": str(scene.folder)}, {"max_rows": 4}, threads=1, images=str(scene.store.folder))
     requests = scene.prompt("ab*cd?", picture(30, 30, 1)).requests("0", 3)
-    service.submit(RequestBatch.of(requests))
+    service.submit(RequestGroup.all_of(requests))
     while service.background():
         pass
     batches = []
@@ -259,14 +259,14 @@ def test_an_image_that_is_lost_after_its_request_fails_the_next_collect(scene, t
     prompt, store = scene.prompt("ab*cd?", picture(30, 30, 1)), ImageStore(tmp_path / "images")
     store.write(scene.store.read(prompt.images[0].digest))
     service = EngineService({"path": str(scene.folder)}, {"max_rows": 4}, threads=1, images=str(store.folder))
-    service.submit(RequestBatch.of(prompt.requests("0", 2)))
+    service.submit(RequestGroup.all_of(prompt.requests("0", 2)))
     store.path(prompt.images[0].digest).unlink()
     assert not service.background()
     with pytest.raises(ImageUnavailable, match="does not exist"):
         service.collect()
     service.abort()
     text = scene.prompt("abc hg?").requests("1")
-    service.submit(RequestBatch.of(text))
+    service.submit(RequestGroup.all_of(text))
     while service.background():
         pass
     batches = []
@@ -288,6 +288,6 @@ def test_a_text_model_refuses_images(tmp_path):
     service = EngineService({"path": str(folder)}, {"max_rows": 2}, threads=1, images=str(tmp_path / "images"))
     image = PlacedImage("0123456789abcdef", np.array([1, 2], np.int32))
     pictured = PicturePrompt("", [], np.arange(1, 9, dtype=np.int32), (image,))
-    service.submit(RequestBatch.of(replace(pictured, images=()).requests("0")))
+    service.submit(RequestGroup.all_of(replace(pictured, images=()).requests("0")))
     with pytest.raises(BadRequest, match="Qwen2ForCausalLM has no vision tower"):
-        service.submit(RequestBatch.of(pictured.requests("1")))
+        service.submit(RequestGroup.all_of(pictured.requests("1")))

@@ -27,7 +27,7 @@ from lockstep.config.rollout import VllmEngineConfig as Config
 from lockstep.models.errors import ModelError
 from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.builtin.sampler import SamplingRows, truncate_distribution
-from lockstep.rollout.engine_protocol import ENGINE_SERVICE, EngineAPI, Request, RequestBatch
+from lockstep.rollout.engine_protocol import ENGINE_SERVICE, EngineAPI, Request, RequestGroup
 from lockstep.rollout.errors import BadRequest, InterruptedUpdate, TornEngine, WeightsMismatch
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.errors import StaleVersion
@@ -356,10 +356,10 @@ def test_an_engine_killed_in_the_middle_of_an_update_does_not_hold_up_others(clu
     assert time.monotonic() - began < 10
     successor = hire(f"engine-{folder.parent.name}.1", reader=READER, weights=str(store), version=3)
     requests = ask(count=2, length=9)
-    successor.submit(EngineAPI.submit, RequestBatch.of(requests)).result(why="requests")
+    successor.submit(EngineAPI.submit, RequestGroup.all_of(requests)).result(why="requests")
     done = {}
     while len(done) < 2:
-        answer = successor.submit(EngineAPI.collect, 0).result(why="completions")
+        answer = successor.submit(EngineAPI.collect).result(why="completions")
         done = {each.request: each for each in answer.completions}
     assert error(new, requests, done) < 1e-5 and set(done["0"].versions.tolist()) == {3}
     cluster.stop(successor, grace_s=5.0)

@@ -116,70 +116,75 @@ class RolloutEngine(Protocol):
 ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
 
 
-class RequestBatch(msgspec.Struct, array_like=True):
-    """Requests as they are sent to an engine, in columns: what a group has in common is sent once."""
+class RequestSettings(msgspec.Struct, frozen=True, array_like=True):
+    """The fields of a request that all requests of a step have in common, see `Request`."""
 
-    prompts: list[bytes]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    priority: int = 0
+    keep: bool = False
+
+
+class RequestGroup(msgspec.Struct, array_like=True):
+    """Requests of a group, which go to the same engine: what they have in common is made and sent once."""
+
+    name: str
+    prompt: bytes
     """int32 `[prompt tokens]`."""
-    images: list[tuple[PlacedImage, ...]]
-    """The images of each prompt."""
-    groups: list[tuple[str, int, int]]
-    """Requests of a group that follow each other: its name, the index of their prompt, and how many they are."""
     ids: list[str]
     seeds: list[int]
-    settings: list[tuple[float, float, int, float, int, tuple[str, ...], bool, int, bool]]
-    """The fields of requests from `temperature` to `keep`, of all requests if they are the same, else of each."""
+    settings: RequestSettings = RequestSettings()
+    images: tuple[PlacedImage, ...] = ()
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> "RequestBatch":
-        """Packs requests. Those whose prompts and images are the same objects share them."""
-        batch, index = cls([], [], [], [], [], []), dict[tuple[int, ...], int]()
-        prompt: object = None
-        images: object = None
-        group, count, at = "", 0, 0
+    def all_of(cls, requests: Sequence[Request]) -> "list[RequestGroup]":
+        """Groups of requests with the same name, prompt, images and settings, in the order of their first ones."""
+        groups: dict[tuple[Any, ...], RequestGroup] = {}
         for request in requests:
-            if request.prompt is prompt and request.images is images and request.group == group:
-                count += 1  # as the request before it
-                continue
-            if count:
-                batch.groups.append((group, at, count))
-            prompt, images, group, count = request.prompt, request.images, request.group, 1
-            key = (id(prompt), *map(id, request.images))
-            at = index.setdefault(key, len(batch.prompts))
-            if at == len(batch.prompts):
-                batch.prompts.append(np.asarray(request.prompt, np.int32).tobytes())
-                batch.images.append(request.images)
-        if count:
-            batch.groups.append((group, at, count))
-        batch.ids = [request.id for request in requests]
-        batch.seeds = [request.seed for request in requests]
-        batch.settings = list(map(_settings, requests))
-        if batch.settings and batch.settings.count(batch.settings[0]) == len(batch.settings):
-            batch.settings = batch.settings[:1]
-        return batch
+            settings = RequestSettings(*_settings(request))
+            key = request.group, settings, *prompt_key(request)
+            group = groups.get(key)
+            if group is None:
+                prompt = np.asarray(request.prompt, np.int32).tobytes()
+                group = groups[key] = cls(request.group, prompt, [], [], settings, request.images)
+            group.ids.append(request.id)
+            group.seeds.append(request.seed)
+        return list(groups.values())
 
     @property
     def requests(self) -> list[Request]:
-        """The requests, unpacked."""
-        settings = self.settings * (len(self.ids) if len(self.settings) == 1 else 1)
-        prompts = [np.frombuffer(each, np.int32).copy() for each in self.prompts]
-        each = [(group, prompt) for group, prompt, count in self.groups for _ in range(count)]
+        """The requests one by one. They share a new array with the prompt."""
+        prompt, settings = np.frombuffer(self.prompt, np.int32).copy(), msgspec.structs.asdict(self.settings)
         return [
-            Request(id, group, prompts[prompt], seed, *own, self.images[prompt])
-            for id, (group, prompt), seed, own in zip(self.ids, each, self.seeds, settings, strict=True)
+            Request(id, self.name, prompt, seed, images=self.images, **settings)
+            for id, seed in zip(self.ids, self.seeds, strict=True)
         ]
 
+    def only(self, ids: Container[str]) -> "RequestGroup":
+        """The group without all other requests."""
+        kept = [number for number, id in enumerate(self.ids) if id in ids]
+        return msgspec.structs.replace(
+            self, ids=[self.ids[number] for number in kept], seeds=[self.seeds[number] for number in kept]
+        )
 
-_settings: Callable[[Request], Any] = attrgetter(
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "ignore_eos", "priority", "keep"
-)
+
+_settings: Callable[[Request], tuple[Any, ...]] = attrgetter(*RequestSettings.__struct_fields__)
+
+
+def prompt_key(request: Request) -> tuple[bytes, ...]:
+    """Equal for requests with the same prompt and the same images."""
+    images = (part for image in request.images for part in (image.digest.encode(), image.places.tobytes()))
+    return request.prompt.tobytes(), *images
 
 
 class CompletionBatch(msgspec.Struct, array_like=True):
-    """Completions that were not acknowledged yet, oldest first. In columns, because a step has thousands."""
+    """Completions of an engine, oldest first. In columns, because a step has thousands."""
 
-    sequence: int
-    """Number of the last completion, counted from 1 since the engine started; the next `collect` acknowledges it."""
     requests: list[str]
     finishes: list[FinishReason]
     texts: list[str]
@@ -195,14 +200,13 @@ class CompletionBatch(msgspec.Struct, array_like=True):
     """How many tokens have each of them."""
 
     @classmethod
-    def of(cls, sequence: int, completions: Sequence[Completion]) -> "CompletionBatch":
+    def of(cls, completions: Sequence[Completion]) -> "CompletionBatch":
         """Packs completions. Raises ValueError for one with tokens of an environment, which no engine generates."""
         if any(each.mask is not None or each.episode is not None or each.images for each in completions):
             raise ValueError("an engine's completions have no mask, no episode and no images")
         versions = np.concatenate([np.zeros(0, np.int32), *(each.versions for each in completions)])
         begins = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
         return cls(
-            sequence,
             [each.request for each in completions],
             [each.finish for each in completions],
             [each.text for each in completions],
@@ -246,15 +250,15 @@ def _joined(arrays: Sequence[np.ndarray]) -> memoryview:
 class EngineAPI(Protocol):
     """Calls to a `lockstep.rollout.engine_service:EngineService` worker."""
 
-    def submit(self, batch: RequestBatch) -> None:
+    def submit(self, groups: list[RequestGroup]) -> None:
         """Queues all requests or none. Raises BadRequest for the first that cannot be served."""
 
-    def collect(self, ack: int = 0, hold_s: float = 0.0) -> CompletionBatch:
-        """Returns the completions after number `ack`, the `sequence` of the newest batch that has arrived (0: none).
+    def collect(self, hold_s: float = 0.0) -> CompletionBatch:
+        """Returns the completions since the last call, each once: the connection sends a lost answer again.
 
         The call is answered when there are completions, or up to `hold_s` later while the engine has other requests
-        that are as urgent. The engine keeps completions until they are acknowledged, so a lost answer loses none.
-        Raises the error that stopped the engine, if there is one.
+        that are as urgent; with none if another call follows. Raises the error that stopped the engine, if there is
+        one.
         """
 
     def abort(self, ids: list[str] | None = None) -> None:

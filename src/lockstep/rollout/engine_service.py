@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lockstep.config.model import ModelConfig
 from lockstep.config.rollout import EngineConfig
 from lockstep.data.images.image_store import ImageUnavailable
 from lockstep.data.samples import Completion
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request, RequestBatch, RolloutEngine
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request, RequestGroup, RolloutEngine
 from lockstep.rollout.weight_loading import open_reader
 from lockstep.watch.beacon.span_ring import SpanKind
 from lockstep.watch.beacon.writer import current_beacon
@@ -59,8 +58,8 @@ class EngineService:
         current_beacon().stage("load")
         self._outbox = Outbox()
         self._failure: Exception | None = None
-        self._collecting: list[tuple[int, float, DeferredResult[CompletionBatch]]] = []
-        """Open `collect` calls: ack, hold_s, and the deferred answer."""
+        self._collecting: tuple[float, DeferredResult[CompletionBatch]] | None = None
+        """`hold_s` of the open `collect` call, and its answer."""
         config: EngineConfig = TypeAdapter(EngineConfig).validate_python(engine)
         settings = ModelConfig.model_validate(model), config, device, threads, reader, version, sleeps
         self._engine = make_engine(*settings, images, most_images)
@@ -68,26 +67,26 @@ class EngineService:
             self._engine.load_weights(Path(weights), version)
         self._show_stage()
 
-    def submit(self, batch: RequestBatch) -> None:
-        requests = batch.requests
+    def submit(self, groups: list[RequestGroup]) -> None:
+        requests = [request for group in groups for request in group.requests]
         self._engine.submit(requests)
         self._outbox.expect(requests)
         self._show_stage()
 
-    def collect(self, ack: int = 0, hold_s: float = 0.0) -> DeferredResult[CompletionBatch]:
+    def collect(self, hold_s: float = 0.0) -> DeferredResult[CompletionBatch]:
         if self._failure is not None:
             raise self._failure
-        self._outbox.acknowledge(ack)
+        self._end_collecting()
         answer: DeferredResult[CompletionBatch] = DeferredResult()
-        self._collecting.append((ack, hold_s, answer))
-        self._answer_calls()
+        self._collecting = hold_s, answer
+        self._answer_call()
         return answer
 
     def abort(self, ids: list[str] | None = None) -> None:
         """Also clears a failure, so that the engine can be used again."""
         self._outbox.put(self._engine.abort(ids))
         self._failure = None
-        self._answer_calls()
+        self._answer_call()
 
     def pause(self) -> None:
         self._engine.pause()
@@ -134,11 +133,11 @@ class EngineService:
             # No call of the controller runs this step, so `collect` raises the error.
             log.exception("the engine stopped")
             self._failure = error
-            for _, _, answer in self._collecting:
+            if self._collecting is not None:
+                (_, answer), self._collecting = self._collecting, None
                 answer.fail(error)
-            self._collecting.clear()
             return False
-        self._answer_calls()
+        self._answer_call()
         now = self._engine.progress()
         beacon = current_beacon()
         beacon.progress("tokens", now.tokens)
@@ -156,40 +155,41 @@ class EngineService:
 
     def renew(self) -> None:
         """Drops all requests and completions, for the run's next controller or after an exclusion. The model stays
-        loaded. Open `collect` calls are answered with no completions."""
+        loaded. An open `collect` call is answered with no completions."""
         self._engine.abort()
         self._engine.resume()
         self._outbox, self._failure = Outbox(), None
-        collecting, self._collecting = self._collecting, []
-        for _, _, answer in collecting:
-            answer.settle(CompletionBatch.of(0, []))
+        self._end_collecting()
 
     def close(self) -> None:
         self._engine.close()
 
-    def _answer_calls(self) -> None:
-        """Answers open `collect` calls if completions are due."""
-        if self._collecting and any(self._outbox.due(ack, hold_s) for ack, hold_s, _ in self._collecting):
-            for ack, hold_s, answer in self._collecting:
-                patience_s = self._outbox.patience_s(hold_s)
-                answer.settle(self._outbox.collect(ack), patience_s)
-            self._collecting.clear()
+    def _answer_call(self) -> None:
+        """Answers the open `collect` call if completions are due."""
+        if self._collecting is not None and self._outbox.due(self._collecting[0]):
+            (hold_s, answer), self._collecting = self._collecting, None
+            patience_s = self._outbox.patience_s(hold_s)
+            answer.settle(self._outbox.take(), patience_s)
+
+    def _end_collecting(self) -> None:
+        """Answers the open `collect` call with no completions."""
+        if self._collecting is not None:
+            (_, answer), self._collecting = self._collecting, None
+            answer.settle(CompletionBatch.of([]))
 
 
 class Outbox:
-    """Completions for the controller, numbered from 1, kept until they are acknowledged."""
+    """Completions that were not sent to the controller yet."""
 
     def __init__(self) -> None:
-        self._sequence = self._sent = 0
-        """Numbers of the newest completion, and of the newest one that was sent."""
-        self._kept: deque[Completion] = deque()
+        self._completions: list[Completion] = []
         self._open: dict[str, Request] = {}
         self._began_ns: dict[str, int] = {}
         """When each open request was submitted."""
         self._urgency = math.inf
-        """The lowest priority value among the completions that were not sent; -inf if one must be sent at once."""
-        self._unsent_since = 0.0
-        """When the first completion that was not sent arrived."""
+        """The lowest priority value among the completions; -inf if one must be sent at once."""
+        self._since = 0.0
+        """When the first of them arrived."""
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Registers requests whose completions will follow."""
@@ -198,10 +198,9 @@ class Outbox:
         self._began_ns.update((request.id, now) for request in requests)
 
     def put(self, completions: Sequence[Completion]) -> None:
-        if completions and self._sent == self._sequence:
-            self._urgency, self._unsent_since = math.inf, time.monotonic()
-        self._kept.extend(completions)
-        self._sequence += len(completions)
+        if not self._completions:
+            self._urgency, self._since = math.inf, time.monotonic()
+        self._completions += completions
         beacon = current_beacon()
         for each in completions:
             request, began_ns = self._open.pop(each.request, None), self._began_ns.pop(each.request, None)
@@ -211,14 +210,14 @@ class Outbox:
             at_once = request is None or request.keep or each.finish == "abort"
             self._urgency = min(self._urgency, -math.inf if at_once or request is None else request.priority)
 
-    def due(self, ack: int, hold_s: float) -> bool:
-        """Whether to answer a call with this `ack` now. Completions are held back for up to `hold_s` while the engine
-        has other requests that are as urgent: until the host's clock reaches a multiple of it, so that the engines of a
-        host answer together."""
-        if not self._kept or self._sent > ack or hold_s <= 0:
-            return bool(self._kept)
+    def due(self, hold_s: float) -> bool:
+        """Whether to answer a call now. Completions are held back for up to `hold_s` while the engine has other
+        requests that are as urgent: until the host's clock reaches a multiple of it, so that the engines of a host
+        answer together."""
+        if not self._completions or hold_s <= 0:
+            return bool(self._completions)
         others_as_urgent = any(request.priority <= self._urgency for request in self._open.values())
-        return not others_as_urgent or time.monotonic() // hold_s > self._unsent_since // hold_s
+        return not others_as_urgent or time.monotonic() // hold_s > self._since // hold_s
 
     def patience_s(self, hold_s: float) -> float:
         """How long completions that are due may wait for those of other engines of the host: until its clock reaches a
@@ -227,18 +226,11 @@ class Outbox:
             return 0.0
         return hold_s - time.monotonic() % hold_s
 
-    def acknowledge(self, ack: int) -> None:
-        """Drops the completions up to number `ack`. Raises ValueError for a number that was never sent."""
-        if not 0 <= ack <= self._sequence:
-            raise ValueError(f"ack: {ack} was never collected, the newest completion is number {self._sequence}")
-        while self._kept and self._sequence - len(self._kept) < ack:
-            self._kept.popleft()
-
-    def collect(self, ack: int) -> CompletionBatch:
-        """Drops the completions up to number `ack`, and returns the others."""
-        self.acknowledge(ack)
-        self._sent = self._sequence
-        return CompletionBatch.of(self._sequence, list(self._kept))
+    def take(self) -> CompletionBatch:
+        """Returns the completions, and keeps none: the connection to the controller keeps an answer until it has
+        arrived."""
+        taken, self._completions = self._completions, []
+        return CompletionBatch.of(taken)
 
 
 def make_engine(

@@ -17,7 +17,7 @@ from lockstep.base.text import count_noun
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
-from lockstep.rollout.engine_protocol import Request
+from lockstep.rollout.engine_protocol import RequestGroup
 from lockstep.watch.beacon.writer import current_beacon
 
 
@@ -177,14 +177,16 @@ class RolloutBuffer:
         if kept := self.ledger.kept_completions(step):
             wanted = {id for group in ids for id in group}
             done = {each.request: each for each in kept if each.request in wanted}
-        requests: list[Request] = []
+        requests: list[RequestGroup] = []
         for prompt, group in zip(prompts, ids, strict=True):
             missing = {id: k for id, k in zip(group, numbers, strict=True) if id not in done}
-            requests += self.engines.requests(step, prompt, missing)
+            if missing:
+                requests.append(self.engines.requests(step, prompt, missing))
         now = time.monotonic()
         version = self.engines.version
         queue = f"rollouts {step}.{self._requested.get(step, 0)}"
-        current = _RolloutRound(step, version, queue, prompts, ids, sum(map(len, ids)), len(requests), now, done)
+        total = sum(map(len, ids))
+        current = _RolloutRound(step, version, queue, prompts, ids, total, total - len(done), now, done)
         self._rounds[step] = current
         self._requested[step] = self._requested.get(step, 0) + 1
         self.engines.submit(requests, queue=current.queue)

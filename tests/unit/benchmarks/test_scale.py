@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.fake_workers import completion_of
-from benchmarks.scale import COORDINATION, Size, World, measure, table
+from benchmarks.scale import COORDINATION, ITEMS, Size, World, coordination_s, limit_s, measure, table, title
 from lockstep.cluster.rpc import codec
 
 
@@ -95,12 +95,18 @@ def test_the_counters_of_engines_are_not_asked_for_while_they_are_waited_for(tmp
 
 
 @pytest.mark.slow
-def test_the_benchmark_runs_and_tells_every_part() -> None:
+def test_the_benchmark_runs_and_tells_every_part_and_its_limit() -> None:
     size = Size(8, 32, 4, 8)
-    ((spent, calls, traffic),) = measure([size], 1, 0.05)
-    assert set(COORDINATION) <= set(spent) and all(value >= 0 for value in spent.values())
+    (relayed,) = measure([size], 1, 0.05)
+    assert set(COORDINATION) <= set(relayed["seconds"]) and all(value >= 0 for value in relayed["seconds"].values())
+    calls = relayed["calls"]
     assert calls["step"] == calls["write_weights"] == 2 * 32
-    assert traffic.sent < 0.3 * sum(calls.values()), "a call of all workers of a node is one message"
-    ((direct, same, messages),) = measure([Size(8, 32, 4, 8, per_node=0)], 1, 0.05)
-    assert messages.sent >= sum(same.values()) > 4 * traffic.sent and set(direct) == set(spent)
-    assert sum("|" in line for line in table(size, spent)) == len(spent) + 6
+    assert relayed["messages"]["sent"] < 0.3 * sum(calls.values()), "a call of all workers of a node is one message"
+    (direct,) = measure([Size(8, 32, 4, 8, per_node=0)], 1, 0.05)
+    assert direct["messages"]["sent"] >= sum(direct["calls"].values()) > 4 * relayed["messages"]["sent"]
+    assert set(COORDINATION) - {"metrics"} == set(relayed["limits"]) == set(direct["limits"])
+    for found in (direct, relayed):
+        items = {item for part in found["limits"].values() for item in part}
+        assert items == set(ITEMS) and 0 < limit_s(found) < coordination_s(found)
+    lines = table({title(found): found for found in (direct, relayed)})
+    assert sum(line.startswith("|") for line in lines) == len(COORDINATION) + 3 + len(ITEMS) + 4

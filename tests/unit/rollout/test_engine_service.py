@@ -9,7 +9,7 @@ import pytest
 from lockstep.base.folders import new_run_id
 from lockstep.data.samples import Completion, FinishReason
 from lockstep.models.tiny_model import make_tiny
-from lockstep.rollout.engine_protocol import Request, RequestBatch
+from lockstep.rollout.engine_protocol import Request, RequestGroup
 from lockstep.rollout.engine_service import EngineService, Outbox
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 
@@ -26,7 +26,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EngineS
 def test_the_stage_says_what_the_engine_does(service: EngineService) -> None:
     assert current_beacon().stage_name == "idle"
     request = Request("a", "g", np.arange(1, 6, dtype=np.int32), seed=3, max_tokens=4, ignore_eos=True)
-    service.submit(RequestBatch.of([request]))
+    service.submit(RequestGroup.all_of([request]))
     assert current_beacon().stage_name == "generate"
     service.pause()
     service.background()
@@ -54,11 +54,30 @@ def test_only_the_last_completions_of_an_engine_wait_for_those_of_other_engines(
     put(first)
     assert outbox.patience_s(hold_s) == 0, "the engine has another request"
     put(second)
-    assert outbox.due(0, hold_s) and 0 < outbox.patience_s(hold_s) <= hold_s, "until its clock reaches a multiple"
+    assert outbox.due(hold_s) and 0 < outbox.patience_s(hold_s) <= hold_s, "until its clock reaches a multiple"
     assert outbox.patience_s(0.0) == 0
-    outbox.collect(0)
+    outbox.take()
     for request, finish in ((kept, "stop"), (aborted, "abort")):
         outbox.expect([request])
         put(request, finish)  # type: ignore[arg-type]
         assert outbox.patience_s(hold_s) == 0, "what follows waits for it"
-        outbox.collect(outbox.collect(0).sequence)
+        assert outbox.take().requests == [request.id] and not outbox.due(0.0)
+
+
+def test_completions_are_returned_once_and_a_further_call_ends_the_one_before(service: EngineService) -> None:
+    answers: list[list[str]] = []
+
+    def collect() -> None:
+        service.collect().on_settled(lambda value, error: answers.append(value.requests))
+
+    collect()
+    collect()
+    assert answers == [[]], "the first call"
+    request = Request("a", "g", np.arange(1, 6, dtype=np.int32), seed=3, max_tokens=1, ignore_eos=True)
+    service.submit(RequestGroup.all_of([request]))
+    while service.background():
+        pass
+    collect()
+    assert answers == [[], ["a"]]
+    service.renew()
+    assert answers == [[], ["a"], []]

@@ -195,20 +195,18 @@ def encode_payload(value: Any) -> Payload:
     Raises:
         TypeError, ValueError, OverflowError: the value contains something that cannot be sent.
     """
-    arrays = _encode_context.arrays = _ArrayCollector()
     try:
         body = _encoder.encode(value)
     finally:
-        _encode_context.arrays = None  # or it would keep arrays alive
+        arrays, _encode_context.arrays = _encode_context.arrays, None  # or it would keep arrays alive
     start = -(-(_PREFIX.size + len(body)) // _ALIGN) * _ALIGN
-    if start + arrays.size > MAX_PAYLOAD_BYTES:
-        raise ValueError(
-            f"{start + arrays.size} bytes are too many for one call (at most {MAX_PAYLOAD_BYTES}): send it in parts"
-        )
+    size = start if arrays is None else start + arrays.size
+    if size > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"{size} bytes are too many for one call (at most {MAX_PAYLOAD_BYTES}): send it in parts")
     prefix = _PREFIX.pack(len(body), start)
-    if not arrays.kept:
+    if arrays is None or not arrays.kept:
         return prefix + body
-    buffer = np.empty(start + arrays.size, np.uint8)
+    buffer = np.empty(size, np.uint8)
     view = buffer.data
     view[: _PREFIX.size + len(body)] = prefix + body
     for offset, array in arrays.kept:
@@ -224,7 +222,9 @@ def decode_payload(payload: Payload | bytearray, kind: Any) -> Any:
         msgspec.ValidationError: the value is not a `kind`; says which part.
         ValueError: the payload is truncated or inconsistent.
     """
-    view = memoryview(payload).cast("B")
+    view = memoryview(payload)
+    if view.format != "B":
+        view = view.cast("B")
     if len(view) < _PREFIX.size:
         raise ValueError("the payload is truncated")
     length, start = _PREFIX.unpack_from(view)
@@ -257,7 +257,7 @@ def _read_extension(code: int, data: memoryview) -> Any:
 
 
 class _EncodeContext(threading.local):
-    """The arrays of the payload that a thread is encoding."""
+    """The arrays of the payload that a thread is encoding; None if none has been encoded."""
 
     arrays: "_ArrayCollector | None" = None
 
@@ -274,22 +274,11 @@ class _ArrayCollector:
         """The last array, since all requests of a group have the same prompt; and its code."""
         self._code: msgspec.msgpack.Ext | None = None
 
-    def hook(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            if value is not self._last or self._code is None:
-                self._last, self._code = value, self._array(value)
-            return self._code
-        if value is OWN_BYTES:
-            return msgspec.msgpack.Ext(_OWN_BYTES_CODE, b"")
-        if isinstance(value, np.generic):
-            return value.item()
-        if isinstance(value, PurePath):
-            return str(value)
-        if hasattr(type(value), "model_validate"):
-            return value.model_dump()
-        if isinstance(value, types.MappingProxyType):
-            return dict(value)
-        raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot be sent between processes")
+    def add(self, value: np.ndarray) -> msgspec.msgpack.Ext:
+        """What stands for an array in the body."""
+        if value is not self._last or self._code is None:
+            self._last, self._code = value, self._array(value)
+        return self._code
 
     def _array(self, array: np.ndarray) -> msgspec.msgpack.Ext:
         size = array.nbytes
@@ -306,9 +295,22 @@ _encode_context = _EncodeContext()
 
 
 def _encode_other(value: Any) -> Any:
-    arrays = _encode_context.arrays
-    assert arrays is not None  # `encode_payload` is running
-    return arrays.hook(value)
+    if isinstance(value, np.ndarray):
+        arrays = _encode_context.arrays
+        if arrays is None:
+            arrays = _encode_context.arrays = _ArrayCollector()
+        return arrays.add(value)
+    if value is OWN_BYTES:
+        return msgspec.msgpack.Ext(_OWN_BYTES_CODE, b"")
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, PurePath):
+        return str(value)
+    if hasattr(type(value), "model_validate"):
+        return value.model_dump()
+    if isinstance(value, types.MappingProxyType):
+        return dict(value)
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot be sent between processes")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
@@ -15,10 +14,10 @@ from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.codec import OWN_BYTES, MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import CallGroup
 from lockstep.cluster.rpc.open_calls import CallArguments, OpenCall, OpenCalls, RelayedArguments
-from lockstep.cluster.rpc.relay_messages import MAX_BATCH_BYTES, PADDING, cut_batches, padded
+from lockstep.cluster.rpc.relay_messages import MAX_BATCH_BYTES, cut_batches, padded
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink
 from lockstep.cluster.rpc.remote_worker import RemoteWorker, SharedArguments
-from lockstep.cluster.rpc.rpc_messages import ALIGN
+from lockstep.cluster.rpc.rpc_messages import ALIGN, PADDING
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,11 +76,12 @@ class _ScatteredArguments:
     def __init__(self, signature: MethodSignature, arguments: Scattered, workers: Iterable[Any]) -> None:
         own = arguments.own
         self._head = signature.encode_head(((*own.shared, OWN_BYTES), *arguments.others))
+        self._padded_head = padded((self._head,))
         self._columns = own.columns
         bounds = np.asarray(own.bounds, np.int64)
         self._pieces = np.diff(bounds).T.astype(np.uint32, order="C")
         """Bytes of each worker in each column."""
-        self._bounds: list[list[int]] = bounds.T.tolist()
+        self._bounds = np.ascontiguousarray(bounds.T)
         self._ends: list[int] = bounds.sum(axis=0).tolist()
         """Bytes of all workers before each worker."""
         self._index = dict(zip(workers, itertools.count(), strict=False))
@@ -94,7 +94,7 @@ class _ScatteredArguments:
         for part in self._side_by_side(rows):
             first, last = rows[part][0], rows[part][-1] + 1
             size = self._ends[last] - self._ends[first]
-            payload = [*padded((self._head,)), *self._between(first, last), PADDING[-size % ALIGN]]
+            payload = [*self._padded_head, *self._between(first, last), PADDING[-size % ALIGN]]
             yield RelayedArguments(last - first, payload, [len(self._head), size], self._pieces[first:last].tobytes())
 
     def _side_by_side(self, rows: list[int]) -> Iterator[slice]:
@@ -111,7 +111,8 @@ class _ScatteredArguments:
                 begin = end
 
     def _between(self, first: int, last: int) -> Iterator[memoryview]:
-        return map(memoryview.__getitem__, self._columns, map(slice, self._bounds[first], self._bounds[last]))
+        begins, ends = self._bounds[first].tolist(), self._bounds[last].tolist()
+        return map(memoryview.__getitem__, self._columns, map(slice, begins, ends))
 
 
 MethodCall = tuple[Callable[..., Any], Iterable[tuple[Any, ...]] | Scattered]
@@ -144,19 +145,46 @@ def submit_in_turn(workers: Sequence[Worker], *calls: MethodCall) -> list[Sequen
     return [call.group for call in new]
 
 
+class _OfNode:
+    """Workers of one node that are called together, and how they are reached."""
+
+    def __init__(self) -> None:
+        self.workers: list[RemoteWorker] = []
+        self._links = -1
+        """The value of `OpenCalls.links` for which the other fields are."""
+        self._link: CallRelayLink | None = None
+        self._there: list[RemoteWorker] = []
+        self._channels: list[int] = []
+        self._alone: list[RemoteWorker] = []
+
+    def routes(
+        self, calls: OpenCalls
+    ) -> tuple[CallRelayLink | None, list[RemoteWorker], list[int], list[RemoteWorker]]:
+        """The node's relay, if it has one, the workers behind it and their channels, and the other workers. The caller
+        holds the lock of the node's calls."""
+        if self._links != calls.links:
+            self._links = calls.links
+            self._link = next((worker.link for worker in self.workers if worker.link is not None), None)
+            behind = self._link is not None
+            self._there = [worker for worker in self.workers if behind and worker.link is self._link]
+            self._channels = [worker.channel for worker in self._there]
+            self._alone = [worker for worker in self.workers if not behind or worker.link is not self._link]
+        return self._link, self._there, self._channels, self._alone
+
+
 @lru_cache(maxsize=64)
-def _by_node(workers: tuple[Worker, ...]) -> list[list[RemoteWorker]] | None:
+def _by_node(workers: tuple[Worker, ...]) -> list[_OfNode] | None:
     """The workers of each node, in their order: those of a role are called many times, and stay on their nodes. None if
     one is of another cluster, or called twice."""
-    found: dict[ClusterNode, list[RemoteWorker]] = {}
+    found: dict[ClusterNode, _OfNode] = {}
     for worker in workers:
         if not isinstance(worker, RemoteWorker):
             return None
-        found.setdefault(worker.node, []).append(worker)
+        of_node = found.get(worker.node)
+        if of_node is None:
+            of_node = found[worker.node] = _OfNode()
+        of_node.workers.append(worker)
     return list(found.values()) if len(set(workers)) == len(workers) else None
-
-
-_LINK, _CHANNEL = attrgetter("link"), attrgetter("channel")
 
 
 def _submit_each(
@@ -185,10 +213,10 @@ class _NewCall:
 
     def enter(
         self, calls: OpenCalls, link: CallRelayLink, workers: list[RemoteWorker], channels: list[int]
-    ) -> Iterator[tuple[OpenCall, RelayedArguments]]:
+    ) -> list[tuple[OpenCall, RelayedArguments]]:
         """Enters the call of workers behind a relay, in as many parts as their arguments need messages. The caller
         holds the lock of these calls."""
-        done = 0
+        entered, done = [], 0
         for own in self.arguments.messages(workers):
             some, of_some = workers, channels
             if own.count is not None and own.count < len(workers):
@@ -196,7 +224,8 @@ class _NewCall:
                 done += own.count
             call = OpenCall(next(workers[0].call_ids), self.group, self.signature, self.arguments, some, of_some, link)
             calls.add(call)
-            yield call, own
+            entered.append((call, own))
+        return entered
 
 
 def _encode(
@@ -213,19 +242,13 @@ def _encode(
     return _OwnArguments(dict(zip(workers, payloads, strict=True)))
 
 
-def _send(new: Sequence[_NewCall], workers: list[RemoteWorker]) -> None:
+def _send(new: Sequence[_NewCall], of_node: _OfNode) -> None:
     """Sends calls to workers of one node, with its lock, so that calls of other threads come before or after them on
     the link to its relay, as their ids say."""
-    calls = workers[0].node.calls
+    calls = of_node.workers[0].node.calls
     with calls.lock:
-        links = list(map(_LINK, workers))
-        link, alone = links[0] or next(filter(None, links), None), workers
+        link, there, channels, alone = of_node.routes(calls)
         if link is not None:
-            there, alone = workers, []
-            if links.count(link) < len(links):  # some have ended, or connected anew
-                there = [worker for worker in workers if worker.link is link]
-                alone = [worker for worker in workers if worker.link is not link]
-            channels = list(map(_CHANNEL, there))
             link.send_calls([each for call in new for each in call.enter(calls, link, there, channels)])
         for worker in alone:
             for each in new:

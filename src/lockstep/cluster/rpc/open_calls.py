@@ -64,6 +64,8 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.links = 0
+        """How often a worker of the node has connected or lost its connection."""
         self._calls: dict[int, OpenCall] = {}
 
     def add(self, call: OpenCall) -> None:
@@ -77,17 +79,28 @@ class OpenCalls:
 
     def take(self, number: int, worker: "RemoteWorker") -> OpenCall | None:
         """Records that a worker has answered a call. Returns None if it had answered it before, or never got it."""
+        return self.take_some(number, (worker,))[0]
+
+    def take_some(
+        self, number: int, workers: "Sequence[RemoteWorker | None]"
+    ) -> "tuple[OpenCall | None, list[RemoteWorker]]":
+        """Records that workers have answered a call. Returns it with those of them that had got it and not answered
+        before; None if there are none."""
         with self.lock:
             call = self._calls.get(number)
-            if call is None or not call.awaits(worker):
-                return None
+            if call is None:
+                return None, []
             left = call.left
             if left is None:
                 left = call.left = set(call.workers)
-            left.discard(worker)
+            answered = []
+            for worker in workers:
+                if worker in left:  # not if its answer has come twice
+                    left.remove(worker)
+                    answered.append(worker)
             if not left:
                 del self._calls[number]
-            return call
+            return (call if answered else None), answered
 
     def take_all(self, number: int, link: "CallRelayLink") -> OpenCall | None:
         """Records that all workers of a call have answered in one message of the relay that it was sent over. Returns

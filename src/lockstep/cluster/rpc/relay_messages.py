@@ -13,7 +13,7 @@ from operator import add
 import msgspec
 
 from lockstep.base.transport.frames import Buffer
-from lockstep.cluster.rpc.rpc_messages import ALIGN, pack_body, split_frame
+from lockstep.cluster.rpc.rpc_messages import ALIGN, PADDING, pack_body, split_frame
 
 RELAY_FILE = "call-relay.json"
 """The relay's address, in the run's shared memory on its node: a `ServiceAddress`."""
@@ -106,7 +106,6 @@ FromRelay = RelayedFrames | CallResults | RelayedResults | ChannelOpened | Chann
 
 _to_relay = msgspec.msgpack.Decoder(ToRelay)
 _from_relay = msgspec.msgpack.Decoder(FromRelay)
-PADDING = tuple(bytes(size) for size in range(ALIGN))
 
 
 def pack_relayed(message: ToRelay | FromRelay, payloads: Sequence[Buffer] = ()) -> list[Buffer]:

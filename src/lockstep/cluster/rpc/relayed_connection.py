@@ -139,38 +139,46 @@ class CallRelayLink:
         next message."""
         if not len(channels) == len(ids) == len(payloads) or not ids:
             raise ValueError(f"{len(channels)} channels, {len(ids)} ids and {len(payloads)} results in a relayed frame")
-        now = time.monotonic()
-        settled: dict[OpenCall, tuple[list[RemoteWorker], list[memoryview]]] = {}
-        for channel, number, payload in zip(channels, ids, payloads, strict=True):
-            worker = self.channels.get(channel, _CLOSED)[1]
-            if worker is None:
-                continue
-            call = worker.node.calls.take(number, worker)
-            if call is None:
-                worker.settle_unknown(number, payload)
-                continue
-            of_call = settled.get(call)
-            if of_call is None:
-                of_call = settled[call] = [], []
-            of_call[0].append(worker)
-            of_call[1].append(payload)
-        for call, (workers, of_workers) in settled.items():
-            _settle(call, workers, of_workers, now)
+        now, begin = time.monotonic(), 0
+        while begin < len(ids):  # results of a call follow each other
+            number, end = ids[begin], begin + 1
+            while end < len(ids) and ids[end] == number:
+                end += 1
+            part = slice(begin, end)
+            workers = [self.channels.get(channel, _CLOSED)[1] for channel in channels[part]]
+            self._settle_part(number, workers, payloads[part], now)
+            begin = end
         with self._arrived_lock:
             self._arrived[1].extend(channels)
             self._arrived[2].extend(ids)
+
+    def _settle_part(
+        self, number: int, workers: "Sequence[RemoteWorker | None]", payloads: Sequence[memoryview], now: float
+    ) -> None:
+        """Hands over results of one call, except those of workers whose connections are closed."""
+        if self._calls is None:
+            return
+        call, waiting = self._calls.take_some(number, workers)
+        if call is not None and len(waiting) == len(workers):  # as usual
+            _settle(call, waiting, payloads, now)
+            return
+        for worker, payload in zip(workers, payloads, strict=True):
+            if call is not None and worker in waiting:
+                waiting.remove(worker)
+                _settle(call, (worker,), (payload,), now)
+            elif worker is not None:
+                worker.settle_unknown(number, payload)
 
     def send_calls(self, calls: Sequence[tuple[OpenCall, RelayedArguments]]) -> None:
         """Sends calls to their workers, in one message if all are calls of the same channels. If the connection is
         closed, they are sent again when the workers have connected anew."""
         channels = calls[0][0].channels
-        together = [calls]
-        for call, _ in calls:
-            if call.channels is not channels:  # its arguments need several messages
-                together = [[each] for each in calls]
         try:
-            for some in together:
-                self._queue_calls(some[0][0].channels, some)
+            if len(calls) == 1 or all(call.channels is channels for call, _ in calls):
+                self._queue_calls(channels, calls)
+            else:  # the arguments of some need several messages
+                for each in calls:
+                    self._queue_calls(each[0].channels, [each])
             self.flush()
         except WireError:
             return

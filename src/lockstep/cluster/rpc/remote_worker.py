@@ -249,6 +249,7 @@ class RemoteWorker:
             connection.close()
             if self._connection is connection:
                 self._connection = self.link = None
+                self.node.calls.links += 1
         self._wake(self, connection)
 
     def acknowledge(self) -> None:
@@ -287,6 +288,7 @@ class RemoteWorker:
                 self.link, self.channel = connection.link, connection.channel
             else:
                 self.link = None
+            self.node.calls.links += 1
             self.connected_once = True
             for call in self.node.calls.of(self):
                 if call.number > received:

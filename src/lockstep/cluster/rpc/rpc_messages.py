@@ -95,6 +95,7 @@ START_CALL_ID = 0
 _LENGTH = struct.Struct("<I")
 ALIGN = 64
 """Payloads begin at a multiple of so many bytes."""
+PADDING = tuple(bytes(size) for size in range(ALIGN))
 
 
 class CallMessage(msgspec.Struct, tag=1, array_like=True):
@@ -178,8 +179,7 @@ def pack_message(
 def pack_body(message: msgspec.Struct) -> bytes:
     """The part of a frame before the payload."""
     body = _encoder.encode(message)
-    end = _LENGTH.size + len(body)
-    return b"".join((_LENGTH.pack(len(body)), body, bytes(-end % ALIGN)))
+    return b"".join((_LENGTH.pack(len(body)), body, PADDING[-(_LENGTH.size + len(body)) % ALIGN]))
 
 
 class WorkerConnection(Protocol):

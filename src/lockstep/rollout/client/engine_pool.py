@@ -23,7 +23,7 @@ from lockstep.rollout.client.engine_failover import EngineFailover, EngineRecove
 from lockstep.rollout.client.engine_slot import HOLD_PER_ENGINE_S, MAX_HOLD_S, Answer, CollectCall, EngineSlot
 from lockstep.rollout.client.request_router import EngineLoad, RequestRouter
 from lockstep.rollout.client.stragglers import StragglerDetector, gather_patiently
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, Request, RequestBatch
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, RequestGroup
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class EnginePool:
         self,
         workers: Sequence[Worker],
         changed: threading.Event,
-        choose_engine: Callable[[Sequence[Request], EngineLoad], int],
+        choose_engine: Callable[[RequestGroup, EngineLoad], int],
         launcher: WorkerLauncher | None = None,
         recovery: EngineRecovery | None = None,
         reissue: ReissueConfig | None = None,
@@ -94,18 +94,19 @@ class EnginePool:
 
     # --- requests
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, groups: Sequence[RequestGroup]) -> None:
         """Sends requests to engines, each group to the engine that `choose_engine` picks. Raises RemoteError:
         BadRequest."""
         self._raise_error()
         with self._lock:
-            self._router.add(requests)
+            self._router.add(groups)
             dispatched = self._dispatch()
-        for slot, worker, outcome in self._gather(*dispatched, "submit requests"):
-            if isinstance(outcome, _FAILURES):
-                if isinstance(outcome, RemoteError):
-                    raise outcome
-                self._handle_loss(slot, worker, outcome)
+        for (slot, worker), outcome in zip(dispatched[0], self._gather(*dispatched, "submit requests"), strict=True):
+            if outcome is None:  # as usual
+                continue
+            if isinstance(outcome, RemoteError):
+                raise outcome
+            self._handle_loss(slot, worker, outcome)
         self._raise_error()
 
     def collect(self) -> list[Completion]:
@@ -259,7 +260,7 @@ class EnginePool:
         assigned = self._router.assign()
         slots = [self._slots[rank] for rank in assigned]
         called = [(slot, slot.worker) for slot in slots if slot.worker is not None]  # all: the router knows who is live
-        requests = [RequestBatch.of(each) for each in assigned.values()]
+        requests = list(assigned.values())
         if called and all(slot.collecting is None for slot in slots):  # as usual
             return called, CollectCall(slots, self._hold_s, self._on_answers).submit_requests(requests)
         calls = submit_all([worker for _, worker in called], EngineAPI.submit, [(each,) for each in requests])
@@ -281,8 +282,7 @@ class EnginePool:
     def _take_completions(self, answered: Sequence[tuple[EngineSlot, CompletionBatch]]) -> None:
         """Keeps engines' completions, and aborts the same requests in other engines."""
         unpacked = CompletionBatch.unpack_all([batch for _, batch in answered])
-        for (slot, batch), completions in zip(answered, unpacked, strict=True):
-            slot.acknowledged = batch.sequence
+        for (slot, _), completions in zip(answered, unpacked, strict=True):
             fresh, duplicates = self._router.complete(slot.rank, completions)
             self._completions += fresh
             for rank, ids in duplicates.items():
@@ -393,7 +393,7 @@ class EnginePool:
             arguments = [() if by_name is None else by_name[worker.spec.name] for _, worker in called]
             pendings = submit_all([worker for _, worker in called], method, arguments)
         results = []
-        for slot, worker, outcome in self._gather(called, pendings, why):
+        for (slot, worker), outcome in zip(called, self._gather(called, pendings, why), strict=True):
             if isinstance(outcome, _FAILURES):
                 self._handle_loss(slot, worker, outcome)
             else:
@@ -403,7 +403,7 @@ class EnginePool:
 
     def _gather(
         self, called: Sequence[tuple[EngineSlot, Worker]], pendings: Sequence[PendingResult[T]], why: str
-    ) -> list[tuple[EngineSlot, Worker, T | CallError]]:
+    ) -> list[T | CallError]:
         """Waits for the outcomes of calls. Engines that are silent for too long are excluded until they answer."""
         outcomes, silent = gather_patiently(pendings, why, self._stragglers.config, lambda: len(self.workers))
         if silent:
@@ -413,7 +413,7 @@ class EnginePool:
                         self._exclude(slot, worker, "until it answers")
                 self._watch_dispatched(self._dispatch())
         # For an excluded engine the outcome is an error, but its slot is empty, so the callers do nothing.
-        return [(slot, worker, outcome) for (slot, worker), outcome in zip(called, outcomes, strict=True)]
+        return outcomes
 
     def _raise_error(self) -> None:
         if self._error is not None:

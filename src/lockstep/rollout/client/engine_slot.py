@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.futures import on_answers
 from lockstep.cluster.rpc.group_calls import submit_all, submit_in_turn
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, RequestBatch
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress, RequestGroup
 
 HOLD_PER_ENGINE_S = 1e-3
 """Times the number of engines: how long an engine may hold completions back while it has other requests that are as
@@ -22,8 +22,6 @@ class EngineSlot:
     rank: int
     worker: Worker | None
     """None while the engine is being replaced or is excluded."""
-    acknowledged: int = 0
-    """Sequence number of the newest completion that arrived."""
     collecting: "CollectCall | None" = None
     """The `collect` call that is not answered, or whose answer is not read yet."""
     counters: PendingResult[EngineProgress] | None = None
@@ -38,7 +36,7 @@ class EngineSlot:
 
     def reset(self) -> None:
         """Prepares the slot for the next worker."""
-        self.acknowledged, self.counters, self.aborting = 0, None, None
+        self.counters = self.aborting = None
 
 
 class CollectCall:
@@ -56,13 +54,13 @@ class CollectCall:
         for slot in filled:
             slot.collecting = self
         self._answered = answered
-        self._arguments = [(slot.acknowledged, hold_s) for slot in filled]
+        self._arguments = [(hold_s,)] * len(filled)
 
     def submit(self) -> None:
         """Calls the engines."""
         self._watch(submit_all(self._workers, EngineAPI.collect, self._arguments))
 
-    def submit_requests(self, requests: Sequence[RequestBatch]) -> Sequence[PendingResult[None]]:
+    def submit_requests(self, requests: Sequence[list[RequestGroup]]) -> Sequence[PendingResult[None]]:
         """Sends requests to these engines, and calls them with the same message. Returns the calls that sent them."""
         submitted, calls = submit_in_turn(
             self._workers,

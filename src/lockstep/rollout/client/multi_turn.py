@@ -24,7 +24,7 @@ from lockstep.rollout.client.conversation import ConversationSegment, OpenConver
 from lockstep.rollout.client.engine_failover import EngineRecovery
 from lockstep.rollout.client.request_router import EngineLoad
 from lockstep.rollout.client.rollout_client import RolloutClient
-from lockstep.rollout.engine_protocol import Request, request_seed
+from lockstep.rollout.engine_protocol import Request, RequestGroup, prompt_key, request_seed
 from lockstep.rollout.environments.environment_pool import EnvironmentPool, EpisodeReply
 from lockstep.rollout.environments.environment_protocol import EnvironmentFailed, EnvironmentFailure, Observation
 
@@ -80,9 +80,10 @@ class MultiTurnClient(RolloutClient):
         self._prefix_cache = (0, 0)
         """Hits and queries of the engines' prefix caches at the last call of `metrics`."""
 
-    def submit(self, requests: Sequence[Request], queue: str = "") -> None:
+    def submit(self, groups: Sequence[RequestGroup], queue: str = "") -> None:
         """Starts a conversation for each request, or for several requests of a group if conversations branch.
         `max_tokens` of a request limits the whole conversation."""
+        requests = [request for group in groups for request in group.requests]
         for conversation in self._make_conversations(requests, queue):
             self._conversations[conversation.name] = conversation
             self.pool.begin(conversation.name, conversation.prompt)
@@ -112,9 +113,9 @@ class MultiTurnClient(RolloutClient):
     def _progress(self) -> object:
         return super()._progress(), self.pool.answers
 
-    def _choose_engine(self, group: Sequence[Request], load: EngineLoad) -> int:
+    def _choose_engine(self, group: RequestGroup, load: EngineLoad) -> int:
         """A conversation stays with the engine that has its earlier turns cached, as long as that engine is live."""
-        conversations = [self._conversation_of(request.id) for request in group]
+        conversations = list(map(self._conversation_of, group.ids))
         engine = conversations[0].engine
         if engine is None or engine not in load:
             engine = super()._choose_engine(group, load)
@@ -133,7 +134,7 @@ class MultiTurnClient(RolloutClient):
         numbers: Mapping[str, int],
         sampling: SamplingConfig | None = None,
         suffix: str = "",
-    ) -> list[Request]:
+    ) -> RequestGroup:
         self._prompts |= dict.fromkeys(numbers, prompt)
         return super().requests(step, prompt, numbers, sampling, suffix)
 
@@ -171,11 +172,11 @@ class MultiTurnClient(RolloutClient):
             self.pool.forget(self._ended)
             self._ended.clear()
         outgoing, self._outgoing = self._outgoing, []
-        groups: dict[tuple[bytes, ...], str] = {}
+        names: dict[tuple[bytes, ...], str] = {}
         for request in outgoing:
-            request.group = groups.setdefault(prompt_key(request), request.id)
+            request.group = names.setdefault(prompt_key(request), request.id)
         if outgoing:
-            super().submit(outgoing, _TURN_QUEUE)
+            super().submit(RequestGroup.all_of(outgoing), _TURN_QUEUE)
 
     def _open(self, conversation: OpenConversation, added: _ReadObservation | None) -> None:
         """Requests the model's first turn, after the environment's first messages."""
@@ -340,12 +341,6 @@ class MultiTurnClient(RolloutClient):
                 images=conversation.images,
             )
             self._finished.setdefault(conversation.queue, []).append(completion)
-
-
-def prompt_key(request: Request) -> tuple[bytes, ...]:
-    """Equal for requests with the same prompt and the same images."""
-    images = (part for image in request.images for part in (image.digest.encode(), image.places.tobytes()))
-    return request.prompt.tobytes(), *images
 
 
 def _completion_number(request: Request) -> int:

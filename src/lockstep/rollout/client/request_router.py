@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lockstep.data.samples import Completion
-from lockstep.rollout.engine_protocol import Request
+from lockstep.rollout.engine_protocol import RequestGroup
 
 _HELD_BACK_LOAD = 1 << 40
 """A number greater than any engine's load."""
@@ -74,46 +74,43 @@ class RequestRouter:
         choose_engine: picks the engine for a group, given the load of the live engines.
     """
 
-    def __init__(self, ranks: Iterable[int], choose_engine: Callable[[Sequence[Request], EngineLoad], int]) -> None:
+    def __init__(self, ranks: Iterable[int], choose_engine: Callable[[RequestGroup, EngineLoad], int]) -> None:
         self.choose_engine, self.load = choose_engine, EngineLoad()
-        self._open: dict[int, dict[str, Request]] = {rank: {} for rank in ranks}
-        """The requests of each engine that have no completion yet, by id."""
-        self._unassigned: list[Request] = []
+        self._open: dict[int, dict[str, RequestGroup]] = {rank: {} for rank in ranks}
+        """The ids of each engine's requests that have no completion yet, and their groups."""
+        self._unassigned: list[RequestGroup] = []
         self._copies: dict[str, set[int]] = {}
         """The engines that have each reissued request, by request id."""
         for rank in self._open:
             self.load.set(rank, 0)
 
-    def open_requests(self, rank: int) -> Mapping[str, Request]:
-        """An engine's requests that have no completion yet, by id."""
+    def open_requests(self, rank: int) -> Mapping[str, RequestGroup]:
+        """The ids of an engine's requests that have no completion yet, and their groups."""
         return self._open[rank]
 
     def busy_engines(self) -> list[int]:
         """The engines that have requests."""
         return [rank for rank, requests in self._open.items() if requests]
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, groups: Sequence[RequestGroup]) -> None:
         """Accepts requests; the next `assign` gives them to engines."""
-        self._unassigned += requests
+        self._unassigned += groups
 
-    def assign(self) -> dict[int, list[Request]]:
+    def assign(self) -> dict[int, list[RequestGroup]]:
         """Assigns requests to live engines, whole groups at a time. Returns the new requests of each engine."""
         if not self.load or not self._unassigned:
             return {}
-        groups: dict[str, list[Request]] = {}
-        for request in self._unassigned:
-            groups.setdefault(request.group, []).append(request)
-        assigned: dict[int, list[Request]] = {}
-        for group in groups.values():
+        assigned: dict[int, list[RequestGroup]] = {}
+        for group in self._unassigned:
             rank = self.choose_engine(group, self.load)
-            assigned.setdefault(rank, []).extend(group)
-            self._open[rank].update(zip([request.id for request in group], group, strict=True))
-            self.load.set(rank, len(self._open[rank]))
+            assigned.setdefault(rank, []).append(group)
+            requests = self._open[rank]
+            requests.update(dict.fromkeys(group.ids, group))
+            self.load.set(rank, len(requests))
+            for id in group.ids if self._copies else ():
+                if id in self._copies:
+                    self._copies[id].add(rank)
         self._unassigned = []
-        for rank, requests in assigned.items() if self._copies else ():
-            for request in requests:
-                if request.id in self._copies:
-                    self._copies[request.id].add(rank)
         return assigned
 
     def complete(self, rank: int, completions: Sequence[Completion]) -> tuple[list[Completion], dict[int, list[str]]]:
@@ -143,7 +140,7 @@ class RequestRouter:
         return {
             rank
             for rank, requests in self._open.items()
-            if any(request.priority <= step and id not in self._copies for id, request in requests.items())
+            if any(group.settings.priority <= step and id not in self._copies for id, group in requests.items())
         }
 
     def reissue(self, rank: int, step: int) -> int:
@@ -152,11 +149,9 @@ class RequestRouter:
         self.load.held_back.add(rank)
         requests = self._open[rank]
         self.load.set(rank, len(requests))
-        reissued = [
-            request for request in requests.values() if request.priority <= step and request.id not in self._copies
-        ]
-        self._copies.update((request.id, {rank}) for request in reissued)
-        self._unassigned += reissued
+        reissued = [id for id, group in requests.items() if group.settings.priority <= step and id not in self._copies]
+        self._unassigned += _parts(requests, reissued)
+        self._copies.update((id, {rank}) for id in reissued)
         return len(reissued)
 
     def release(self, rank: int) -> None:
@@ -173,6 +168,13 @@ class RequestRouter:
         """Takes all requests from a lost engine. Returns how many of them no other engine has."""
         self.load.remove(rank)
         requests, self._open[rank] = self._open[rank], {}
-        unfinished = [request for request in requests.values() if not self._copies.pop(request.id, set()) - {rank}]
-        self._unassigned += unfinished
+        unfinished = [id for id in requests if not self._copies.pop(id, set()) - {rank}]
+        self._unassigned += _parts(requests, unfinished)
         return len(unfinished)
+
+
+def _parts(groups: Mapping[str, RequestGroup], ids: Sequence[str]) -> list[RequestGroup]:
+    """The requests with these ids, of the group of each."""
+    parts = {id(group): group for group in map(groups.__getitem__, ids)}
+    kept = set(ids)
+    return [group.only(kept) for group in parts.values()]

@@ -3,8 +3,11 @@
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import TypeVar
+
+import numpy as np
 
 from lockstep.base import waits
 from lockstep.base.wait_state import Stalled
@@ -15,7 +18,7 @@ from lockstep.rollout.client.engine_failover import EngineRecovery, WeightSource
 from lockstep.rollout.client.engine_pool import EnginePool
 from lockstep.rollout.client.engine_sleep import EngineSleep
 from lockstep.rollout.client.request_router import EngineLoad
-from lockstep.rollout.engine_protocol import EngineProgress, Request, request_seeds
+from lockstep.rollout.engine_protocol import EngineProgress, RequestGroup, RequestSettings, request_seeds
 from lockstep.watch.beacon.writer import current_beacon
 
 T = TypeVar("T")
@@ -78,37 +81,38 @@ class RolloutClient:
         Ids are new in each call, so that a late abort of an earlier call's request cannot end one of this call.
         """
         self._sampled += 1
-        requests: list[Request] = []
+        groups: list[RequestGroup] = []
         for prompt in prompts:
             id = f"{purpose}.{self._sampled}/{prompt.uid}"
             numbers = {f"{id}/{k}": k for k in range(n)} if n > 1 else {id: 0}
-            requests += self.requests(-1, prompt, numbers, sampling, suffix=purpose)
-        done = self.complete(requests, why=purpose)
-        return [done[request.id] for request in requests]
+            groups.append(self.requests(-1, prompt, numbers, sampling, suffix=purpose))
+        done = self.complete(groups, why=purpose)
+        return [done[id] for group in groups for id in group.ids]
 
-    def complete(self, requests: Sequence[Request], why: str) -> dict[str, Completion]:
+    def complete(self, groups: Sequence[RequestGroup], why: str) -> dict[str, Completion]:
         """Submits requests and waits for all their completions, as long as there is progress."""
-        self.submit(requests, queue=why)
+        self.submit(groups, queue=why)
+        total = sum(len(group.ids) for group in groups)
         done: dict[str, Completion] = {}
         beacon = current_beacon()
 
         def poll() -> dict[str, Completion] | None:
             done.update((completion.request, completion) for completion in self.collect(queue=why))
-            beacon.progress("completions", len(done), len(requests))
-            return done if len(done) == len(requests) else None
+            beacon.progress("completions", len(done), total)
+            return done if len(done) == total else None
 
         return self.wait_until(poll, why)
 
-    def submit(self, requests: Sequence[Request], queue: str = "") -> None:
+    def submit(self, groups: Sequence[RequestGroup], queue: str = "") -> None:
         """Sends requests to the engines and returns. `collect` of the same queue returns their completions.
 
         Raises:
             RemoteError: BadRequest, for a request that cannot be served or whose id is already open.
         """
-        self._queue_of |= dict.fromkeys([request.id for request in requests], queue)
-        self._pool.submit(requests)
+        self._queue_of |= dict.fromkeys(chain.from_iterable([group.ids for group in groups]), queue)
+        self._pool.submit(groups)
 
-    def _choose_engine(self, group: Sequence[Request], load: EngineLoad) -> int:
+    def _choose_engine(self, group: RequestGroup, load: EngineLoad) -> int:
         """The engine for a group, given the load of the live engines."""
         return load.least_loaded()
 
@@ -230,7 +234,7 @@ class RolloutClient:
         numbers: Mapping[str, int],
         sampling: SamplingConfig | None = None,
         suffix: str = "",
-    ) -> list[Request]:
+    ) -> RequestGroup:
         """Makes requests for completions of a prompt. Evaluation (step -1) and earlier steps have priority.
 
         Args:
@@ -239,10 +243,10 @@ class RolloutClient:
         """
         chosen = self.sampling if sampling is None else sampling
         uid = prompt.uid + suffix
-        group = f"{step}/{uid}"
-        settings = (
-            chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p, chosen.max_tokens, chosen.stop,
-            chosen.ignore_eos, step, False, tuple(prompt.images),
+        settings = RequestSettings(
+            chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p, chosen.max_tokens, tuple(chosen.stop),
+            chosen.ignore_eos, step,
         )  # fmt: skip
+        tokens = np.asarray(prompt.tokens, np.int32).tobytes()
         seeds = request_seeds(self.seed, step, uid, numbers.values())
-        return [Request(id, group, prompt.tokens, seed, *settings) for id, seed in zip(numbers, seeds, strict=True)]
+        return RequestGroup(f"{step}/{uid}", tokens, list(numbers), seeds, settings, tuple(prompt.images))

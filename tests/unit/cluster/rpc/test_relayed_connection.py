@@ -13,8 +13,8 @@ from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection
 from lockstep.cluster.rpc.codec import signature_of
 from lockstep.cluster.rpc.futures import CallGroup
-from lockstep.cluster.rpc.open_calls import OpenCall, RelayedArguments
-from lockstep.cluster.rpc.relay_messages import RelayedAcks, unpack_to_relay
+from lockstep.cluster.rpc.open_calls import OpenCall, OpenCalls, RelayedArguments
+from lockstep.cluster.rpc.relay_messages import RelayedAcks, RelayedResults, pack_relayed, unpack_to_relay
 from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
 from lockstep.cluster.rpc.remote_worker import SharedArguments
 
@@ -126,3 +126,44 @@ def test_acknowledgements_of_a_frame_that_is_refused_go_with_the_next(ends: tupl
     frame = relay.recv(10.0)
     assert frame is not None
     assert unpack_to_relay(frame)[0] == RelayedAcks(([1, 2, 6], [3], [4])) and relay.recv(0.2) is None
+
+
+def test_an_answer_that_comes_twice_is_settled_once_and_one_of_a_closed_channel_not_at_all(
+    ends: tuple[CallRelayLink, Connection],
+) -> None:
+    class Worker:
+        """A worker's handle, as far as results concern it."""
+
+        progress_count, last_progress_at = 0, 0.0
+
+        def __init__(self) -> None:
+            self.unknown: list[tuple[int, int]] = []
+
+        def settle_unknown(self, number: int, payload: memoryview) -> None:
+            self.unknown.append((number, payload[0]))
+
+    link, _ = ends
+    workers = [Worker() for _ in range(3)]
+    signature = signature_of(Adder.add)
+    link._calls = OpenCalls()
+    groups = {}
+    for number in (5, 6):
+        groups[number] = CallGroup(workers, signature.qualified, lambda payload: payload[0])  # type: ignore[arg-type]
+        arguments = SharedArguments(b"")
+        link._calls.add(OpenCall(number, groups[number], signature, arguments, workers, [1, 2, 3], link))  # type: ignore
+    for channel, worker in enumerate(workers, start=1):
+        link.channels[channel] = RelayedConnection(link, channel), worker  # type: ignore[assignment]
+
+    def answer(*results: tuple[int, int]) -> None:
+        channels, ids = map(list, zip(*results, strict=True))
+        message = RelayedResults(channels, ids, [1] * len(results))
+        frame = pack_relayed(message, [bytes([10 * id + channel]) for channel, id in results])
+        link.handle_frame(bytearray(b"".join(frame)), lambda *_: None)
+
+    answer((1, 5), (1, 5), (3, 5), (9, 5), (2, 6), (3, 6))
+    assert [list(group.missing()) for group in groups.values()] == [[workers[1]], [workers[0]]]
+    assert [worker.progress_count for worker in workers] == [1, 1, 2]
+    answer((2, 5), (3, 5), (1, 6))
+    assert groups[5].values() == [51, 52, 53] and groups[6].values() == [61, 62, 63]
+    assert [worker.unknown for worker in workers] == [[(5, 51)], [], [(5, 53)]]
+    assert link._calls.of(workers[0]) == []  # type: ignore[arg-type]

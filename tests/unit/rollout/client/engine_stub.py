@@ -14,7 +14,7 @@ from lockstep.config.rollout import SamplingConfig
 from lockstep.data.samples import Completion, Prompt
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, RequestGroup
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 
 
@@ -27,14 +27,14 @@ class Engine:
         self.half_s, self.all_s, self.name = half_s, all_s, "engine-0"
         self.asked: list[str] = []
         self.asked_at = 0.0
-        self.version = 0
+        self.version = self.sent = 0
 
     def submit(self, method: Any, *arguments: Any) -> Any:
         if method.__name__ == "collect":
             return Answer(self, *arguments)
         if method.__name__ == "progress":
             return self.answer(method, EngineProgress(0, 0, 0, 0, 0, False))
-        self.asked += [request.id for request in arguments[0].requests]
+        self.asked += [id for group in arguments[0] for id in group.ids]
         self.asked_at = time.monotonic()
         return self.answer(method, None)
 
@@ -52,11 +52,11 @@ class Engine:
 class Answer:
     """A pending `collect` call, answered when there are new completions."""
 
-    def __init__(self, engine: Engine, ack: int, hold_s: float = 0.0) -> None:
-        self.engine, self.ack = engine, ack
+    def __init__(self, engine: Engine, hold_s: float = 0.0) -> None:
+        self.engine = engine
 
     def done(self) -> bool:
-        return len(self.engine.finished()) > self.ack
+        return len(self.engine.finished()) > self.engine.sent
 
     def on_done(self, callback: Any) -> None:
         if self.done():
@@ -68,8 +68,9 @@ class Answer:
             timer.start()
 
     def result(self, why: str) -> CompletionBatch:
-        done = self.engine.finished()
-        return CompletionBatch.of(len(done), [completion(id, self.engine.version) for id in done[self.ack :]])
+        done, sent = self.engine.finished(), self.engine.sent
+        self.engine.sent = len(done)
+        return CompletionBatch.of([completion(id, self.engine.version) for id in done[sent:]])
 
 
 def completion(id: str, version: int) -> Completion:
@@ -81,8 +82,8 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(f"0:{row}", row, np.array([3], np.int32), "p") for row in range(count)]
 
 
-def request(id: str, group: str) -> Request:
-    return Request(id, group, np.array([3], np.int32), seed=0)
+def requests(group: str, *ids: str) -> RequestGroup:
+    return RequestGroup(group, np.array([3], np.int32).tobytes(), list(ids), [0] * len(ids))
 
 
 class FakeWorker:
@@ -114,7 +115,7 @@ class FakeWorker:
         """Answers the open `collect` call."""
         self.told += len(ids)
         call, answer = self.open.pop()
-        answer[0] = CompletionBatch.of(self.told, [completion(id, 0) for id in ids])
+        answer[0] = CompletionBatch.of([completion(id, 0) for id in ids])
         call.settle(memoryview(b""))
 
     def die(self) -> None:
@@ -128,7 +129,7 @@ class FakeWorker:
         self.death_callbacks.append(callback)
 
     def asked(self) -> list[str]:
-        return [each.id for method, (given,) in self._of("submit") for each in given.requests]
+        return [id for method, (given,) in self._of("submit") for group in given for id in group.ids]
 
     def _of(self, name: str) -> list[tuple[str, Any]]:
         return [call for call in self.calls if call[0] == name]

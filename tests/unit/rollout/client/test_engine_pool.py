@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine_stub import FakeLauncher, FakeWeights, make_client, request, until
+from engine_stub import FakeLauncher, FakeWeights, make_client, requests, until
 
 from lockstep.base.wait_state import Stalled, WaitTimeout
 from lockstep.cluster.protocol import RemoteError, WorkerDied
@@ -28,8 +28,8 @@ def test_other_engines_get_the_unfinished_requests(ledger: Ledger, launcher: Fak
     engines, (one, other), recovery = make_client(ledger, launcher, 2)
     launcher.allowed.clear()
     engines.load_weights(FakeWeights(), 3)
-    engines.submit([request(f"a/{k}", "a") for k in range(3)])
-    engines.submit([request("b/0", "b")])
+    engines.submit([requests("a", *(f"a/{k}" for k in range(3)))])
+    engines.submit([requests("b", "b/0")])
     assert engines.collect() == []
     one.tell("a/1")
     one.die()
@@ -40,7 +40,7 @@ def test_other_engines_get_the_unfinished_requests(ledger: Ledger, launcher: Fak
     launcher.allowed.set()
     successor = launcher.wait(engines, 2)
     assert successor.calls == [("load_weights", ("/w", 3))]
-    engines.submit([request("c/0", "c")])
+    engines.submit([requests("c", "c/0")])
     assert successor.asked() == ["c/0"] or other.asked()[-1] == "c/0"
     recovery.flush()
     events = [event.fields for event in ledger.events() if event.kind == "recovery"]
@@ -52,9 +52,9 @@ def test_the_only_engine_is_replaced_with_the_newest_weights(ledger: Ledger, lau
     engines, (one,), _ = make_client(ledger, launcher, 1)
     launcher.allowed.clear()
     engines.load_weights(FakeWeights(), 3)
-    engines.submit([request("a/0", "a")], queue="q")
+    engines.submit([requests("a", "a/0")], queue="q")
     one.die()
-    engines.submit([request("b/0", "b")], queue="q")
+    engines.submit([requests("b", "b/0")], queue="q")
     engines.load_weights(FakeWeights(), 4)
     assert engines.collect("q") == []
     launcher.allowed.set()
@@ -70,21 +70,21 @@ def test_the_only_engine_is_replaced_with_the_newest_weights(ledger: Ledger, lau
 def test_an_engine_without_weights_on_its_node_rejoins_with_them(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     engines.load_weights(FakeWeights(), 3)
-    engines.submit([request("a/0", "a")])
-    engines.submit([request("b/0", "b")])
+    engines.submit([requests("a", "a/0")])
+    engines.submit([requests("b", "b/0")])
     weights = FakeWeights("engine-0")
     engines.load_weights(weights, 4)
     assert engines.workers == [other]
     assert other.asked() == ["b/0", "a/0"], "its unfinished requests go to others"
     assert ("load_weights", ("/w", 4)) in other.calls
-    engines.submit([request("c/0", "c")])
+    engines.submit([requests("c", "c/0")])
     assert other.asked()[-1] == "c/0"
     weights.fetch_allowed.set()
     until(lambda: len(engines.workers) == 2)
     assert [name for name, _ in one.calls][-2:] == ["renew", "load_weights"]
     assert one.calls[-1][1] == ("/w", 4)
     assert launcher.launched == [], "the process is the same"
-    engines.submit([request("d/0", "d")])
+    engines.submit([requests("d", "d/0")])
     assert one.asked()[-1] == "d/0"
 
 
@@ -161,7 +161,7 @@ def test_the_run_continues_while_an_engine_waits_for_a_node(ledger: Ledger, laun
     engines, (one, other), _ = make_client(ledger, launcher, 2)
     timeout = WaitTimeout("placement", "nodes", "a place for engine-0.1", 5.0)
     launcher.place_errors, launcher.errors = [timeout, timeout], [timeout]  # the last: its place is lost again
-    engines.submit([request("a/0", "a")])
+    engines.submit([requests("a", "a/0")])
     one.die()
     assert other.asked() == ["a/0"]
     assert launcher.wait(engines, 2).spec.rank == 0 and launcher.errors == launcher.place_errors == []
@@ -178,7 +178,7 @@ def test_the_run_continues_while_an_engine_waits_for_a_node(ledger: Ledger, laun
 def test_a_stalled_engine_is_replaced(ledger: Ledger, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     engines, _, recovery = make_client(ledger, launcher, 1)
     engines.stall_s = 0.5
-    engines.submit([request("a/0", "a")], queue="q")
+    engines.submit([requests("a", "a/0")], queue="q")
 
     def look() -> list[Any] | None:
         if launcher.launched and launcher.launched[0].open:
@@ -205,7 +205,7 @@ def test_a_used_up_budget_ends_the_run(ledger: Ledger, launcher: FakeLauncher) -
 
 def test_an_error_that_needs_no_explanation_is_raised_unchanged(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one,), _ = make_client(ledger, launcher, 1)
-    engines.submit([request("a/0", "a")])
+    engines.submit([requests("a", "a/0")])
     engines.collect()
     error = RemoteError("engine-0", 0, "lockstep.rollout.errors.BadLogits", "not finite", "", BadLogits.error_code)
     one.open.pop()[0].fail(error)
@@ -220,7 +220,7 @@ def test_no_engine_is_replaced_after_close_or_without_recovery(ledger: Ledger, l
     one.die()
     disabled = RecoveryManager(Config(enable=False), ledger)
     off = RolloutClient([other], SamplingConfig(), 0, 30.0, launcher, disabled)  # type: ignore[list-item]
-    off.submit([request("a/0", "a")])
+    off.submit([requests("a", "a/0")])
     other.die()
     with pytest.raises(WorkerDied):
         off.collect()
@@ -231,7 +231,7 @@ def test_nothing_is_lost_whenever_engines_die(ledger: Ledger, launcher: FakeLaun
     """Many requests, engines that die again and again while their answers are read: each completion comes once."""
     engines, workers, _ = make_client(ledger, launcher, 3, restarts=1000)
     wanted = [f"{group}/{k}" for group in range(40) for k in range(3)]
-    engines.submit([request(id, id.partition("/")[0]) for id in wanted], queue="q")
+    engines.submit([requests(id.partition("/")[0], id) for id in wanted], queue="q")
     stop, found, dead = threading.Event(), [], set()
 
     def work() -> None:

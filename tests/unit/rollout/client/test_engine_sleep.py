@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine_stub import FakeLauncher, FakeWeights, FakeWorker, make_client, request, until
+from engine_stub import FakeLauncher, FakeWeights, FakeWorker, make_client, requests, until
 
 from lockstep.cluster.protocol import WorkerDied
 from lockstep.ledger.ledger import Ledger
@@ -23,7 +23,7 @@ def calls(worker: FakeWorker) -> list[str]:
 
 def test_engines_complete_their_requests_before_they_sleep(ledger: Ledger, launcher: FakeLauncher) -> None:
     engines, (one, other), _ = make_client(ledger, launcher, 2)
-    engines.submit([request("a/0", "a"), request("a/1", "a")], queue="q")
+    engines.submit([requests("a", "a/0", "a/1")], queue="q")
     sleeping = later(engines.sleep)
     one.tell("a/0")
     sleeping.join(0.3)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_stub import completion, request
+from engine_stub import completion, requests
 
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.rpc.futures import PendingCall
@@ -130,7 +130,7 @@ class Slow:
                 self.question = call, answer
                 return call
             case "submit":
-                self.asked += [each.id for each in arguments[0].requests]
+                self.asked += [id for group in arguments[0] for id in group.ids]
             case "abort":
                 self.aborted += arguments[0]
             case "progress":
@@ -151,7 +151,7 @@ class Slow:
         assert self.question is not None
         call, answer = self.question
         self.told += len(ids)
-        answer[0] = CompletionBatch.of(self.told, [completion(id, 0) for id in ids])
+        answer[0] = CompletionBatch.of([completion(id, 0) for id in ids])
         call.settle(memoryview(b""))
 
     def on_death(self, callback: Callable[[Any], None]) -> None: ...
@@ -170,7 +170,7 @@ def make_engines(count: int, after_s: float = 0.2) -> tuple[RolloutClient, list[
     reissue = ReissueConfig(after_s=after_s)
     engines = RolloutClient(workers, SamplingConfig(), 0, 30.0, reissue=reissue)  # type: ignore[arg-type]
     for number, name in enumerate("abcdef"[:count]):
-        engines.submit([request(f"{name}/{k}", name) for k in range(2)], queue="q")
+        engines.submit([requests(name, f"{name}/0", f"{name}/1")], queue="q")
         assert workers[number].asked == [f"{name}/0", f"{name}/1"]
     return engines, workers
 
@@ -204,8 +204,8 @@ def test_requests_of_a_silent_engine_are_reissued_and_its_late_completions_ignor
     assert engines.metrics() == {"rollout/reissued": 0.0}
     one.tell("a/0", "a/1")
     assert engines.collect("q") == [], "the other engine has completed them"
-    engines.submit([request("c/0", "c")], queue="q")
-    engines.submit([request("d/0", "d")], queue="q")
+    engines.submit([requests("c", "c/0")], queue="q")
+    engines.submit([requests("d", "d/0")], queue="q")
     assert other.asked[-2:] == ["c/0", "d/0"], "it gets nothing until it answers"
 
 
@@ -224,7 +224,7 @@ def test_a_silent_engine_does_not_delay_new_weights() -> None:
             break
         threading.Event().wait(0.01)
     assert one.calls[-1] == "load_weights"
-    engines.submit([request("e/0", "e")], queue="q")
+    engines.submit([requests("e", "e/0")], queue="q")
     assert one.asked[-1] == "e/0"
 
 
@@ -279,7 +279,7 @@ def test_nothing_is_reissued_if_all_engines_are_silent_or_reissuing_is_off() -> 
     assert len(wait(engines, 4, look)) == 4
     assert len(one.asked) == len(other.asked) == 2, "both may have a long prefill"
     off = RolloutClient([Slow(0), Slow(1)], SamplingConfig(), 0, reissue=ReissueConfig(enable=False))  # type: ignore
-    off.submit([request("a/0", "a")])
+    off.submit([requests("a", "a/0")])
     off._pool.reissue_stragglers(0)
     assert "progress" not in [name for worker in off.workers for name in worker.calls]  # type: ignore[attr-defined]
 
@@ -293,16 +293,16 @@ def test_every_completion_counts_once_whatever_happens(data: st.DataObject) -> N
     live, sent, counted = {0, 1, 2}, {rank: [] for rank in range(3)}, []
 
     def assign() -> None:
-        for rank, requests in router.assign().items():
+        for rank, groups in router.assign().items():
             assert rank in live
-            sent[rank] += [each.id for each in requests]
+            sent[rank] += [id for group in groups for id in group.ids]
 
     def answer(rank: int, ids: list[str]) -> None:
         fresh, duplicates = router.complete(rank, [completion(id, 0) for id in ids])
         counted.extend(each.request for each in fresh)
         assert rank not in duplicates
 
-    router.add([request(id, id[0]) for id in wanted])
+    router.add([requests(f"{group}", f"{group}/0", f"{group}/1") for group in range(4)])
     assign()
     for _ in range(data.draw(st.integers(0, 25))):
         rank = data.draw(st.integers(0, 2))

@@ -1,4 +1,4 @@
-"""Requests in messages, and which requests with images are refused."""
+"""Groups of requests in messages, and which requests with images are refused."""
 
 from itertools import chain
 from typing import Any
@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.rpc.codec import decode_payload, encode_payload, signature_of
 from lockstep.data.samples import Completion, PlacedImage
-from lockstep.rollout.client.multi_turn import prompt_key
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, Request, RequestBatch, check_request
+from lockstep.rollout.engine_protocol import (
+    CompletionBatch,
+    EngineAPI,
+    Request,
+    RequestGroup,
+    check_request,
+    prompt_key,
+)
 from lockstep.rollout.errors import BadRequest
 
 
@@ -25,9 +31,9 @@ def request(id: str, prompt: np.ndarray, images: tuple[PlacedImage, ...] = (), *
 
 def sent(requests: list[Request]) -> list[Request]:
     """The requests as the worker decodes them."""
-    payload = signature_of(EngineAPI.submit).encode_arguments((RequestBatch.of(requests),), {})
-    batch = signature_of(EngineAPI.submit).decode_arguments(bytearray(payload))["batch"]
-    return list(batch.requests)
+    payload = signature_of(EngineAPI.submit).encode_arguments((RequestGroup.all_of(requests),), {})
+    groups = signature_of(EngineAPI.submit).decode_arguments(bytearray(payload))["groups"]
+    return [request for group in groups for request in group.requests]
 
 
 @given(groups=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=5))
@@ -56,10 +62,10 @@ def test_completions_arrive_as_they_were_sent(versions: list[list[int]]) -> None
         )
         for k, each in enumerate(versions)
     ]  # fmt: skip
-    batches = [CompletionBatch.of(len(made), made[:2]), CompletionBatch.of(7, made[2:])]
+    batches = [CompletionBatch.of(made[:2]), CompletionBatch.of(made[2:])]
     arrived = [decode_payload(bytearray(encode_payload(batch)), CompletionBatch) for batch in batches]
     unpacked = list(chain.from_iterable(CompletionBatch.unpack_all(arrived)))
-    assert len(unpacked) == len(made) and [batch.sequence for batch in arrived] == [len(made), 7]
+    assert len(unpacked) == len(made)
     for before, after in zip(made, unpacked, strict=True):
         assert (before.request, before.finish, before.text) == (after.request, after.finish, after.text)
         for one, two in (
@@ -72,12 +78,22 @@ def test_completions_arrive_as_they_were_sent(versions: list[list[int]]) -> None
 
 def test_a_groups_prompt_and_images_are_sent_once() -> None:
     prompt, images = np.arange(1500, dtype=np.int32), (image(*range(2, 1298)),)
-    one = len(encode_payload(RequestBatch.of([request("0", prompt, images)])))
-    # The client makes a tuple per request, of the same images.
-    eight = RequestBatch.of([request(str(k), prompt, tuple(images)) for k in range(8)])
+    one = len(encode_payload(RequestGroup.all_of([request("0", prompt, images)])))
+    (eight,) = RequestGroup.all_of([request(str(k), prompt, tuple(images)) for k in range(8)])
     assert len(encode_payload(eight)) < one + 8 * 300 < 2 * one
-    arrived = decode_payload(encode_payload(eight), RequestBatch).requests
+    arrived = decode_payload(encode_payload(eight), RequestGroup).requests
     assert len({id(each.prompt) for each in arrived}) == len({id(each.images) for each in arrived}) == 1
+
+
+def test_requests_of_a_group_are_divided_by_their_settings_and_ids() -> None:
+    prompt = np.arange(9, dtype=np.int32)
+    made = [Request(f"g/{k}", "g", prompt, seed=10 + k, max_tokens=5 + k % 2, priority=3) for k in range(5)]
+    even, odd = RequestGroup.all_of(made)
+    assert (even.ids, even.seeds, even.settings.max_tokens) == (["g/0", "g/2", "g/4"], [10, 12, 14], 5)
+    assert (odd.ids, odd.seeds, odd.settings.max_tokens) == (["g/1", "g/3"], [11, 13], 6)
+    left = even.only({"g/4", "g/0", "g/1"})
+    assert (left.ids, left.seeds, left.prompt, left.settings) == (["g/0", "g/4"], [10, 14], even.prompt, even.settings)
+    assert even.ids == ["g/0", "g/2", "g/4"], "the group itself does not change"
 
 
 def test_equal_prompts_with_different_images_stay_different() -> None:
