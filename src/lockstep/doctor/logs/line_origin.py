@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import PurePosixPath
 
+from lockstep.doctor.logs.learned_prefix import Forms
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 _MAX_PREFIXES = 8
@@ -172,16 +173,32 @@ class ParsedPrefix:
     when: float | None
 
 
-def parse_prefixes(line: str, clock: TimestampParser) -> ParsedPrefix:
-    """Parses the prefixes of a line."""
-    return ParsedPrefix(*_origin_of_line(line), clock.read(line))
+def parse_prefixes(line: str, clock: TimestampParser, learned: Forms = ()) -> ParsedPrefix:
+    """Parses the prefixes of a line.
+
+    Args:
+        learned: Further forms of prefixes, see `learn_prefixes`.
+    """
+    return ParsedPrefix(*_origin_of_line(line, learned), clock.read(line))
+
+
+def message_at(line: str, learned: Forms) -> int:
+    """Returns where the message of a line begins."""
+    return _origin_of_line(line, learned)[1]
 
 
 @lru_cache(maxsize=_PARSED_LINES)
-def _origin_of_line(line: str) -> tuple[LineOrigin, int]:
+def _origin_of_line(line: str, learned: Forms) -> tuple[LineOrigin, int]:
     """Returns what the prefixes of a line say, and where its message begins."""
     origin, at = UNKNOWN_ORIGIN, 0
     for _ in range(_MAX_PREFIXES):
+        of_file = next((found for each in learned if (found := each.match(line, at))), None)
+        if of_file:
+            label, host = of_file.groupdict().get("label"), of_file.groupdict().get("name")
+            number = int(label) if label and origin.rank is None else None
+            origin = LineOrigin(number, host or "", "", None, None, number, label is not None).with_defaults(origin)
+            at = of_file.end()
+            continue
         found = _PREFIX.match(line, at)
         if not found or found.end() == at:
             break

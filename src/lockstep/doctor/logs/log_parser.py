@@ -9,6 +9,7 @@ from lockstep.doctor.knowledge.knowledge_base import FailureRule, KnowledgeBase
 from lockstep.doctor.logs import line_origin, log_lines, stack_traces, step_progress
 from lockstep.doctor.logs.attempts import earlier_attempts
 from lockstep.doctor.logs.clock_alignment import align_clocks, assign_years
+from lockstep.doctor.logs.learned_prefix import Forms, learn_prefixes
 from lockstep.doctor.logs.line_origin import LineOrigin
 from lockstep.doctor.logs.log_lines import (
     MAX_LINE_CHARS,
@@ -77,6 +78,7 @@ class LogParser:
         origin, node = line_origin.origin_of_file(name)
         self.log = ParsedLog(name, source, origin, node)
         self._clock = TimestampParser()
+        self._learned: Forms = ()
         self._width = 0
         self._match_counts: Counter[tuple[str, LineOrigin]] = Counter()
         self._latest: dict[tuple[str, LineOrigin], RuleMatch] = {}
@@ -97,6 +99,8 @@ class LogParser:
                 self._width = wrap_width(head)
             page = unwrap_page(page, self._width) if self._width else page
             if page.first == 1:
+                lines = (clean_text(raw) for _, raw in numbered_lines(page, 64 << 10))
+                self._learned = learn_prefixes(lines, line_origin.message_at)
                 if self.log.kind == "stack":
                     lines = ((number, clean_text(raw)) for number, raw in numbered_lines(page))
                     self.log.stacks += stack_traces.parse_stacks(lines, self.log.origin, self.log.name)
@@ -181,7 +185,7 @@ class LogParser:
 
     def _examine_line(self, number: int, line: str) -> tuple[LineOrigin, float | None]:
         """Records origin, timestamp and counter of a line; returns origin and timestamp."""
-        prefix = line_origin.parse_prefixes(line, self._clock)
+        prefix = line_origin.parse_prefixes(line, self._clock, self._learned)
         found = self.log
         if prefix.when is not None:
             found.first = prefix.when if found.first is None else found.first
@@ -207,7 +211,7 @@ class LogParser:
         """Matches rules and exceptions with a line that the prefilter selected."""
         line = clean_text(page.data[start:end])
         texts = self._filter.texts(line)
-        prefix = _parse_line_end(line, self._clock)
+        prefix = _parse_line_end(line, self._clock, self._learned)
         origin = prefix.origin.with_defaults(self.log.origin)
         rules = {rule.id: rule for each in texts for rule in self._rules.by_literal.get(each, ())}
         when: float | None = prefix.when
@@ -262,8 +266,8 @@ class LogParser:
         )
         return (
             mark is not None
-            and line_origin.parse_prefixes(clean_text(mark), TimestampParser()).origin
-            == line_origin.parse_prefixes(line, TimestampParser()).origin
+            and line_origin.parse_prefixes(clean_text(mark), TimestampParser(), self._learned).origin
+            == line_origin.parse_prefixes(line, TimestampParser(), self._learned).origin
         )
 
     def _add_match(self, match: RuleMatch) -> None:
@@ -322,9 +326,9 @@ class LogParser:
             pieces = rewritten_parts(data[at:end])
             line = clean_text(pieces[0] if own is None else pieces[-1])
             part = (
-                _parse_line_end(line, TimestampParser())
+                _parse_line_end(line, TimestampParser(), self._learned)
                 if own is None
-                else line_origin.parse_prefixes(line, TimestampParser())
+                else line_origin.parse_prefixes(line, TimestampParser(), self._learned)
             )
             if own is None:
                 own = part.origin
@@ -350,13 +354,13 @@ class LogParser:
         return None
 
 
-def _parse_line_end(line: str, clock: TimestampParser) -> line_origin.ParsedPrefix:
+def _parse_line_end(line: str, clock: TimestampParser, learned: Forms) -> line_origin.ParsedPrefix:
     """Parses the prefixes of a line that may begin with a progress bar or an unfinished line of another thread."""
     interleaved = _INTERLEAVED.search(line)
     cut = interleaved.start() if interleaved else max((each.end() for each in _PROGRESS_BAR.finditer(line)), default=0)
     if not cut:
-        return line_origin.parse_prefixes(line, clock)
-    end, start = line_origin.parse_prefixes(line[cut:], clock), line_origin.parse_prefixes(line, clock)
+        return line_origin.parse_prefixes(line, clock, learned)
+    end, start = (line_origin.parse_prefixes(each, clock, learned) for each in (line[cut:], line))
     if start.at >= cut + end.at:
         return start
     origin = end.origin or start.origin
