@@ -114,22 +114,24 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
     """Returns all sets of parties that may be the culprits.
 
     The structure names them; or lines capture them, or were written by them or by those of them that raised an
-    exception; or they failed first, or did not join. The lines are those of the strongest rule or of another one for
-    causes. To name the only host says little, and so does the host of a line if the rank is known that failed first.
+    exception; or they failed first, did not join, or some line calls them failed. The lines are those of the strongest
+    rule or of another one for causes. To name the only host or all ranks says little, and so does the host of a line if
+    the rank is known that failed first.
     """
     if found.cls in NO_FAULT and found.culprits is None:
         return []
     if found.culprits is not None:
         named = _prefer_complete_list([_as_culprit(each, history) for each in found.culprits], history)
         return [Suspects(_distinct(named), ("structure",))]
-    if not found.matches or found.matches[0].rule.signature.culprit == "none":
-        return []
-    suspects = []
-    lead = found.matches[0].rule.id
-    rules = dict.fromkeys([lead, *(each.rule.id for each in found.matches if each.rule.signature.role == "cause")])
+    one_fails_first = found.cls in _FIRST_FAILURE_CLASSES
+    first = _distinct(likely_first_failures(history)) if one_fails_first else ()
+    suspects = [Suspects(first, ("first_failed",))]
+    suspects += [Suspects(_named_parties(history), ("named",))] if one_fails_first else []
+    lead = found.matches[0].rule.id if found.matches else ""
+    causes = [each.rule.id for each in found.matches if each.rule.signature.role in ("cause", "sign")]
+    rules = dict.fromkeys([lead, *causes])
     only_host = _common_host(history)
-    first = _distinct(likely_first_failures(history)) if found.cls in _FIRST_FAILURE_CLASSES else ()
-    for rule in rules:
+    for rule in rules if found.matches and found.matches[0].rule.signature.culprit != "none" else ():
         other = () if rule == lead else ("other_rule",)
         for reason, named in _culprits_of_rule(rule, found.matches, history):
             ranks = [each for each in named if each.rank is not None]
@@ -141,10 +143,18 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
                 and any(each.rank is not None for each in first)
             ):
                 known = []
-            reasons = (reason, *other, *(() if known else ("only_host",)))
+            everyone = reason != "captured" and len(ranks) > 1 and {each.rank for each in ranks} >= history.ranks
+            reasons = (reason, *other, *(() if known and not everyone else ("everyone",)))
             suspects.append(Suspects(_distinct(_unmapped_pids_as_ranks(known or named, history)), reasons))
-    suspects.append(Suspects(first, ("first_failed",)))
     return [each for each in suspects if each.parties]
+
+
+def _named_parties(history: JobHistory) -> tuple[Culprit, ...]:
+    """Returns the first rank that a line calls failed, else the first host, process or service."""
+    found = [culprit for each in history.facts("party_failed") if not history.continued_after(each)
+             for group in ("rank", "pid", "host", "party") if each.fields.get(group)
+             for culprit in _culprits_of_group(group, each.fields[group], each, history)]  # fmt: skip
+    return tuple(sorted(found, key=lambda each: (each.rank is None, each.name == str(each.pid)))[:1])
 
 
 def _distinct(named: Iterable[Culprit]) -> tuple[Culprit, ...]:
@@ -257,6 +267,10 @@ def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culpri
         captured = []
     elif selector.facts:
         fact_matches = next((facts for name in selector.facts if (facts := history.facts(name))), [])
+        troubled = {each.origin.host for each in history.matches if each.rule.id == match.rule.id} - {""}
+        if {each.origin.host for each in fact_matches} > troubled and (own := _culprit_of_origin(match, history)):
+            yield own  # on the other hosts it works
+            return
         for fact_match in fact_matches:
             for group in selector.groups:
                 if fact_match.fields.get(group):
@@ -280,7 +294,7 @@ def _culprits_of_group(group: str, value: str, match: RuleMatch, history: JobHis
         yield (
             culprit_of_rank(rank, history)
             if rank is not None
-            else Culprit(None, host=match.origin.host, pid=int(value), name=value)
+            else Culprit(None, host=match.origin.host, pid=int(value), name=history.log_of_pid.get(int(value), value))
         )
     elif group in ("host", "address", "peer"):
         yield Culprit(None, host=history.alias(value), name=value)

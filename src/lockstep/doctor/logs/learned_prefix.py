@@ -45,7 +45,7 @@ def _number_forms(starts: Sequence[tuple[str, int]]) -> list[str]:
         if found and (found["open"] or found["close"]):
             values[found["open"], found["close"]].append(found["value"])
     return [rf"\s*{re.escape(opened)}(?P<label>\d{{1,5}}){re.escape(closed)}(?=\s) ?"
-            for (opened, closed), each in values.items() if _alternate(each) and _counts_up(map(int, each))][:1]  # fmt: skip
+            for (opened, closed), each in values.items() if _alternate(each) and _counts_up(map(int, each))]  # fmt: skip
 
 
 def _name_forms(starts: Sequence[tuple[str, int]]) -> list[str]:

@@ -84,7 +84,7 @@ _PREFIX = re.compile(
     r"|\[(?:default|trainer|worker)[ _]?(?P<role>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
     r"|\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,(?P<mpihost>[\w.-]+))?\]<(?:stdout|stderr|stddiag)>:"
     r"|(?:stdout|stderr) [FP](?: |$)|(?:> ?)+"
-    rf"|(?:[\w.-]+\.\d+\.[\w.-]+@)?(?P<container>{_HOST})(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
+    rf"|(?:[\w.-]+\.\d+\.[\w.-]+@)?(?P<container>{_HOST}) +\|(?: |$)"
     r"|(?<=[\dZ] )(?P<syslog>[A-Za-z][\w.-]*) [A-Za-z][\w./@:-]*\[\d+\]:(?= |$)"
     r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
     r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
@@ -368,6 +368,12 @@ def label_resolver(known: Mapping[int, set[int]], offset: int = 0) -> Callable[[
         return replace(origin, rank=rank, label=None if rank is not None else origin.label, rank_is_label=False)
 
     return resolve
+
+
+def with_rank_of_pid(origin: LineOrigin, ranks: Mapping[int, int]) -> LineOrigin:
+    """Returns an origin with the rank of its process, if it has none of its own."""
+    rank = ranks.get(origin.pid) if origin.rank is None and origin.pid is not None else None
+    return origin if rank is None else replace(origin, rank=rank, rank_is_label=False)
 
 
 def ranks_by_pid(

@@ -119,11 +119,15 @@ class LogParser:
         ]
         known = line_origin.ranks_by_label([*found.origins, *reported])
         offset = line_origin.local_rank_offset(each.fields for each in found.matches)
-        self._resolve_labels(line_origin.label_resolver(known, offset))
+        of_label = line_origin.label_resolver(known, offset)
+        reports = [{"pid": str(each.origin.pid or ""), **each.fields} for each in found.matches
+                   if each.rule.signature.fact in ("placed", "exit")]  # fmt: skip
+        pids = line_origin.ranks_by_pid(reports, map(of_label, found.origins), one_host=False)
+        self._resolve_origins(lambda origin: line_origin.with_rank_of_pid(of_label(origin), pids))
         return found
 
-    def _resolve_labels(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
-        """Replaces launcher labels by ranks, once all lines are known."""
+    def _resolve_origins(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
+        """Replaces launcher labels and pids by ranks, once all lines are known."""
         found = self.log
         found.origins = {resolve(origin): line for origin, line in found.origins.items()}
         found.matches = [replace(each, origin=resolve(each.origin)) for each in found.matches]
@@ -175,9 +179,10 @@ class LogParser:
         line = clean_text(last)
         origin, when = self._examine_line(number, line)
         if line and not line.isspace():
-            rank_of = origin if origin.rank is not None else self.log.origin
+            rank_of = origin if origin.rank is not None or self.log.origin.rank is None else self.log.origin
             local = rank_of.local_rank if rank_of.rank_is_label else None
-            key = LineOrigin(rank_of.rank, "", "", None, local, rank_of.label, rank_of.rank_is_label)
+            pid = rank_of.pid if rank_of.rank is None else None
+            key = LineOrigin(rank_of.rank, "", "", pid, local, rank_of.label, rank_of.rank_is_label)
             lines = self._tail_lines.get(key)
             if lines is None:
                 lines = self._tail_lines[key] = deque(maxlen=LAST_LINES)
