@@ -126,7 +126,7 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
     one_fails_first = found.cls in _FIRST_FAILURE_CLASSES
     first = _distinct(likely_first_failures(history)) if one_fails_first else ()
     suspects = [Suspects(first, ("first_failed",))]
-    suspects += [Suspects(_named_parties(history), ("named",))] if one_fails_first else []
+    suspects += [Suspects(_named_parties(found, history), ("named",))] if one_fails_first else []
     lead = found.matches[0].rule.id if found.matches else ""
     causes = [each.rule.id for each in found.matches if each.rule.signature.role in ("cause", "sign")]
     rules = dict.fromkeys([lead, *causes])
@@ -149,12 +149,21 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
     return [each for each in suspects if each.parties]
 
 
-def _named_parties(history: JobHistory) -> tuple[Culprit, ...]:
-    """Returns the first rank that a line calls failed, else the first host, process or service."""
-    found = [culprit for each in history.facts("party_failed") if not history.continued_after(each)
-             for group in ("rank", "pid", "host", "party") if each.fields.get(group)
-             for culprit in _culprits_of_group(group, each.fields[group], each, history)]  # fmt: skip
-    return tuple(sorted(found, key=lambda each: (each.rank is None, each.name == str(each.pid)))[:1])
+def _named_parties(found: FailureHypothesis, history: JobHistory) -> tuple[Culprit, ...]:
+    """Returns the rank that a line of the hypothesis names, else the first rank that any line calls failed, else the
+    first host, process or service."""
+    ranks = {rank for each in found.matches if (rank := _mentioned_rank(each, history)) is not None}
+    if len(ranks) == 1:
+        return (culprit_of_rank(ranks.pop(), history),)
+    named = [culprit for each in history.facts("party_failed") if not history.continued_after(each)
+             for culprit in _parties(each, history)]  # fmt: skip
+    return tuple(sorted(named, key=lambda each: (each.rank is None, each.name == str(each.pid)))[:1])
+
+
+def _parties(failed: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
+    for group in ("rank", "pid", "host", "party"):
+        if failed.fields.get(group):
+            yield from _culprits_of_group(group, failed.fields[group], failed, history)
 
 
 def _distinct(named: Iterable[Culprit]) -> tuple[Culprit, ...]:
@@ -281,7 +290,10 @@ def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culpri
         captured = captured if selector.all else captured[:1]
     for group, value in captured:
         yield from _culprits_of_group(group, value, match, history)
-    if not captured and (culprit := _culprit_of_origin(match, history)) is not None:
+    about = [] if captured else [each for each in history.facts("party_failed") if each.place == match.place]
+    for each in about:
+        yield from _parties(each, history)
+    if not captured and not about and (culprit := _culprit_of_origin(match, history)) is not None:
         yield culprit
 
 
@@ -340,7 +352,7 @@ def _mentioned_rank(match: RuleMatch, history: JobHistory) -> int | None:
     prefix = _RANK_PREFIX.search(match.text)
     if prefix is not None:
         return int(prefix["rank"])
-    if match.rule.signature.culprit != "line" or not names_trouble(match.text):
+    if not names_trouble(match.text):
         return None
     found = {(int(each["rank"]), each["process"]) for each in _RANK_IN_PROSE.finditer(match.text)}
     named = {rank for rank, process in found if process is None or rank in history.ranks}

@@ -41,11 +41,11 @@ def learn_prefixes(lines: Iterable[str], message_at: Callable[[str, Forms], int]
 def _number_forms(starts: Sequence[tuple[str, int]]) -> list[str]:
     values: dict[tuple[str, str], list[str]] = defaultdict(list)
     for line, at in starts:
-        found = _NUMBER.match(line, at)
-        if found and (found["open"] or found["close"]):
-            values[found["open"], found["close"]].append(found["value"])
-    return [rf"\s*{re.escape(opened)}(?P<label>\d{{1,5}}){re.escape(closed)}(?=\s) ?"
-            for (opened, closed), each in values.items() if _alternate(each) and _counts_up(map(int, each))]  # fmt: skip
+        match = _NUMBER.match(line, at)
+        if match and (match["open"] or match["close"]):
+            values[match["open"], match["close"]].append(match["value"])
+    ranks = [form for form, numbers in values.items() if _alternate(numbers) and _counts_up(map(int, numbers))]
+    return [rf"\s*{re.escape(opened)}(?P<label>\d{{1,5}}){re.escape(closed)}(?=\s) ?" for opened, closed in ranks]
 
 
 def _name_forms(starts: Sequence[tuple[str, int]]) -> list[str]:

@@ -99,8 +99,9 @@ class LogParser:
                 self._width = wrap_width(head)
             page = unwrap_page(page, self._width) if self._width else page
             if page.first == 1:
-                lines = (clean_text(raw) for _, raw in numbered_lines(page, 64 << 10))
-                self._learned = learn_prefixes(lines, line_origin.message_at)
+                self._learned = learn_prefixes(
+                    (clean_text(raw) for _, raw in numbered_lines(page, 64 << 10)), line_origin.message_at
+                )
                 if self.log.kind == "stack":
                     lines = ((number, clean_text(raw)) for number, raw in numbered_lines(page))
                     self.log.stacks += stack_traces.parse_stacks(lines, self.log.origin, self.log.name)

@@ -377,10 +377,10 @@ def _main_lines(history: JobHistory) -> list[TailLine]:
 def _last_line_facts(waiting: WaitingRanks) -> list[Fact]:
     """Returns the last line of each of the first absent ranks."""
     last = {rank: lines[-1] for rank in waiting.absent[:3] if (lines := _last_lines(waiting.history, rank))}
-    found = waiting.history
-    files = {id(each): log.name for log in found.logs for lines in log.tail_lines.values() for each in lines}
-    return [Fact(line.text, file=files.get(id(line), found.timeouts[0].match.file if found.timeouts else ""), line=line.line)
-            for line in last.values()]  # fmt: skip
+    history = waiting.history
+    files = {id(each): log.name for log in history.logs for lines in log.tail_lines.values() for each in lines}
+    waited = history.timeouts[0].match.file if history.timeouts else ""
+    return [Fact(each.text, file=files.get(id(each), waited), line=each.line) for each in last.values()]
 
 
 def _wait_facts(waiting: WaitingRanks, ranks: Sequence[int]) -> list[Fact]:
