@@ -277,7 +277,11 @@ def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culpri
     elif selector.facts:
         fact_matches = next((facts for name in selector.facts if (facts := history.facts(name))), [])
         troubled = {each.origin.host for each in history.matches if each.rule.id == match.rule.id} - {""}
-        if {each.origin.host for each in fact_matches} > troubled and (own := _culprit_of_origin(match, history)):
+        if (
+            troubled
+            and {each.origin.host for each in fact_matches} > troubled
+            and (own := _culprit_of_origin(match, history))
+        ):
             yield own  # on the other hosts it works
             return
         for fact_match in fact_matches:

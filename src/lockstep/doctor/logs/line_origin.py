@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from lockstep.doctor.logs.learned_prefix import Forms
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 _MAX_PREFIXES = 8
@@ -57,6 +56,8 @@ class LineOrigin:
 
 
 UNKNOWN_ORIGIN: LineOrigin = LineOrigin()
+Forms = tuple[re.Pattern[str], ...]
+"""Patterns for prefixes, each with a group `label`, the number of a rank, or `name`, of a host."""
 
 _STAMPS = (
     r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?",
@@ -84,7 +85,7 @@ _PREFIX = re.compile(
     r"|\[(?:default|trainer|worker)[ _]?(?P<role>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
     r"|\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,(?P<mpihost>[\w.-]+))?\]<(?:stdout|stderr|stddiag)>:"
     r"|(?:stdout|stderr) [FP](?: |$)|(?:> ?)+"
-    rf"|(?:[\w.-]+\.\d+\.[\w.-]+@)?(?P<container>{_HOST}) +\|(?: |$)"
+    rf"|(?:[\w.-]+\.\d+\.[\w.-]+@)?(?P<container>{_HOST})(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
     r"|(?<=[\dZ] )(?P<syslog>[A-Za-z][\w.-]*) [A-Za-z][\w./@:-]*\[\d+\]:(?= |$)"
     r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
     r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
@@ -177,18 +178,13 @@ def parse_prefixes(line: str, clock: TimestampParser, learned: Forms = ()) -> Pa
     """Parses the prefixes of a line.
 
     Args:
-        learned: Further forms of prefixes, see `learn_prefixes`.
+        learned: Further forms of prefixes, see `learned_prefix`.
     """
-    return ParsedPrefix(*_origin_of_line(line, learned), clock.read(line))
-
-
-def message_at(line: str, learned: Forms) -> int:
-    """Returns where the message of a line begins."""
-    return _origin_of_line(line, learned)[1]
+    return ParsedPrefix(*origin_of_line(line, learned), clock.read(line))
 
 
 @lru_cache(maxsize=_PARSED_LINES)
-def _origin_of_line(line: str, learned: Forms) -> tuple[LineOrigin, int]:
+def origin_of_line(line: str, learned: Forms) -> tuple[LineOrigin, int]:
     """Returns what the prefixes of a line say, and where its message begins."""
     origin, at = UNKNOWN_ORIGIN, 0
     for _ in range(_MAX_PREFIXES):

@@ -9,8 +9,8 @@ from lockstep.doctor.knowledge.knowledge_base import FailureRule, KnowledgeBase
 from lockstep.doctor.logs import line_origin, log_lines, stack_traces, step_progress
 from lockstep.doctor.logs.attempts import earlier_attempts
 from lockstep.doctor.logs.clock_alignment import align_clocks, assign_years
-from lockstep.doctor.logs.learned_prefix import Forms, learn_prefixes
-from lockstep.doctor.logs.line_origin import LineOrigin
+from lockstep.doctor.logs.learned_prefix import learn_prefixes
+from lockstep.doctor.logs.line_origin import Forms, LineOrigin
 from lockstep.doctor.logs.log_lines import (
     MAX_LINE_CHARS,
     Page,
@@ -99,9 +99,7 @@ class LogParser:
                 self._width = wrap_width(head)
             page = unwrap_page(page, self._width) if self._width else page
             if page.first == 1:
-                self._learned = learn_prefixes(
-                    (clean_text(raw) for _, raw in numbered_lines(page, 64 << 10)), line_origin.message_at
-                )
+                self._learned = learn_prefixes(clean_text(raw) for _, raw in numbered_lines(page, 64 << 10))
                 if self.log.kind == "stack":
                     lines = ((number, clean_text(raw)) for number, raw in numbered_lines(page))
                     self.log.stacks += stack_traces.parse_stacks(lines, self.log.origin, self.log.name)
