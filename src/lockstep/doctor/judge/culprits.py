@@ -52,7 +52,7 @@ def likely_first_failures(history: JobHistory) -> Iterator[Culprit]:
     """Yields the ranks or hosts that probably failed first: all killed processes; otherwise the one that the launcher
     reports as the first, or the first one that failed."""
     exits = [match for match in history.facts("exit") if not _is_no_failure_of_its_own(match)]
-    killed = [match for match in exits if _signal_or_code(match) in _KILL_CODES or _is_limit(match)]
+    killed = [match for match in exits if _signal_or_code(match) in _KILL_CODES]
     for match in killed or history.facts("first_failure")[:1] or exits[:1]:
         task = match.fields.get("task", "")
         rank = int(task) if task.isdigit() else history.rank(match)
@@ -83,11 +83,6 @@ def _signal_or_code(match: RuleMatch) -> str:
     return match.fields.get("signal") or match.fields.get("code", "")
 
 
-def _is_limit(match: RuleMatch) -> bool:
-    """Whether a process ended because it had reached a limit of its own."""
-    return "limit" in match.fields.get("signal", "")
-
-
 def _is_no_failure_of_its_own(match: RuleMatch) -> bool:
     """Whether a process ended with exit code 0, an unknown one, or SIGTERM, which the launcher sends to the rest."""
     return _signal_or_code(match) in (*_TERMINATION_CODES, "0", "")
@@ -115,37 +110,29 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
 
     The structure names them; or lines capture them, or were written by them or by those of them that raised an
     exception; or they failed first, did not join, or some line calls them failed. The lines are those of the strongest
-    rule or of another one for causes. To name the only host or all ranks says little, and so does the host of a line if
-    the rank is known that failed first.
+    rule or of another one for causes. To name all ranks says little, and so does the host of a line if the rank is
+    known that failed first.
     """
     if found.cls in NO_FAULT and found.culprits is None:
         return []
     if found.culprits is not None:
-        named = _prefer_complete_list([_as_culprit(each, history) for each in found.culprits], history)
-        return [Suspects(_distinct(named), ("structure",))]
+        return [Suspects(_distinct(_as_culprit(each, history) for each in found.culprits), ("structure",))]
     one_fails_first = found.cls in _FIRST_FAILURE_CLASSES
     first = _distinct(likely_first_failures(history)) if one_fails_first else ()
+    first_rank = any(each.rank is not None for each in first)
     suspects = [Suspects(first, ("first_failed",))]
     suspects += [Suspects(_named_parties(found, history), ("named",))] if one_fails_first else []
     lead = found.matches[0].rule.id if found.matches else ""
     causes = [each.rule.id for each in found.matches if each.rule.signature.role in ("cause", "sign")]
     rules = dict.fromkeys([lead, *causes])
-    only_host = _common_host(history)
     for rule in rules if found.matches and found.matches[0].rule.signature.culprit != "none" else ():
         other = () if rule == lead else ("other_rule",)
         for reason, named in _culprits_of_rule(rule, found.matches, history):
             ranks = [each for each in named if each.rank is not None]
             named = ranks if ranks and reason != "captured" else named
-            known = [each for each in named if not only_host or each.rank is not None or each.host != only_host]
-            if (
-                reason != "captured"
-                and all(each.rank is None for each in named)
-                and any(each.rank is not None for each in first)
-            ):
-                known = []
-            everyone = reason != "captured" and len(ranks) > 1 and {each.rank for each in ranks} >= history.ranks
-            reasons = (reason, *other, *(() if known and not everyone else ("everyone",)))
-            suspects.append(Suspects(_distinct(_unmapped_pids_as_ranks(known or named, history)), reasons))
+            says_little = {each.rank for each in ranks} >= history.ranks if len(ranks) > 1 else not ranks and first_rank
+            reasons = (reason, *other, *(("everyone",) if reason != "captured" and says_little else ()))
+            suspects.append(Suspects(_distinct(_unmapped_pids_as_ranks(named, history)), reasons))
     return [each for each in suspects if each.parties]
 
 
@@ -173,29 +160,10 @@ def _distinct(named: Iterable[Culprit]) -> tuple[Culprit, ...]:
     return tuple(found.values())[:_MAX_CULPRITS]
 
 
-def _prefer_complete_list(culprits: list[Culprit], history: JobHistory) -> list[Culprit]:
-    """If a line lists all culprits, and its list contains the ranks of `culprits` and more, returns that list."""
-    ranks = {culprit.rank for culprit in culprits}
-    lists = (
-        list(_culprits_of_match(match, history))
-        for match in history.matches
-        if _captures_culprit(match) and _lists_all(match)
-    )
-    return next((listed for listed in lists if ranks < {culprit.rank for culprit in listed}), culprits)
-
-
 def _as_culprit(given: int | str | Culprit, history: JobHistory) -> Culprit:
     if isinstance(given, Culprit):
         return given
     return culprit_of_rank(given, history) if isinstance(given, int) else Culprit(None, name=given)
-
-
-def _common_host(history: JobHistory) -> str:
-    """Returns the only host in the logs; "" if there are several. To name the only host says nothing."""
-    logs = [log for log in history.logs if log.source not in history.old_sources]
-    of_lines = [origin.with_defaults(log.origin).host for log in logs for origin in log.origins]
-    hosts = {*of_lines, *(log.origin.host for log in logs if not log.origins)}
-    return hosts.pop() if len(hosts) == 1 else ""
 
 
 def _culprits_of_rule(
@@ -250,12 +218,6 @@ def _raising(same: Sequence[RuleMatch], history: JobHistory) -> list[RuleMatch]:
 def _origin_key(origin: LineOrigin) -> object:
     """Returns what identifies an origin: rank, else pid, else host; None if nothing is known."""
     return origin.rank if origin.rank is not None else (origin.pid or origin.host or None)
-
-
-def _lists_all(match: RuleMatch) -> bool:
-    """Whether the line of a match lists all culprits."""
-    selector = match.rule.signature.culprit
-    return not isinstance(selector, str) and selector.all
 
 
 def _captures_culprit(match: RuleMatch) -> bool:

@@ -328,11 +328,6 @@ def test_a_container_common_to_all_lines_is_not_the_culprit(tmp_path: Path) -> N
         assert names(verdict) == [4]
 
 
-def test_a_message_that_lists_culprits_names_more_than_the_structure_shows(tmp_path: Path) -> None:
-    message = [*watchdog(0, seq=39, numel=1025), *watchdog(22, seq=39, numel=262144), MISMATCH]
-    assert names(judged(tmp_path, job=message)) == [22, 110]
-
-
 def test_the_default_number_of_torchrun_is_a_local_rank(tmp_path: Path) -> None:
     table = ["  host      : gpu-1", "  rank      : 5 (local_rank: 1)", "  exitcode  : 1 (pid: 905)"]
     failed = [each.replace("[rank1]: ", "[default1]:") for each in raised(1, "ValueError: rows differ in length")]
