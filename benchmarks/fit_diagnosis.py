@@ -34,7 +34,7 @@ PRIORS = {
 }  # fmt: skip
 CULPRIT_PRIORS = {
     "structure": 8.0, "captured": 4.0, "raised": 3.0, "missing": 3.0, "line": 2.0, "first_failed": -1.0,
-    "other_rule": -2.5, "only_host": -6.0,
+    "other_rule": -2.5, "everyone": -4.0, "named": -0.5,
 }  # fmt: skip
 """What is expected of a factor or source before any case is seen."""
 PENALTY = 6.0

@@ -52,7 +52,7 @@ def likely_first_failures(history: JobHistory) -> Iterator[Culprit]:
     """Yields the ranks or hosts that probably failed first: all killed processes; otherwise the one that the launcher
     reports as the first, or the first one that failed."""
     exits = [match for match in history.facts("exit") if not _is_no_failure_of_its_own(match)]
-    killed = [match for match in exits if _signal_or_code(match) in _KILL_CODES or _is_limit(match)]
+    killed = [match for match in exits if _signal_or_code(match) in _KILL_CODES]
     for match in killed or history.facts("first_failure")[:1] or exits[:1]:
         task = match.fields.get("task", "")
         rank = int(task) if task.isdigit() else history.rank(match)
@@ -83,11 +83,6 @@ def _signal_or_code(match: RuleMatch) -> str:
     return match.fields.get("signal") or match.fields.get("code", "")
 
 
-def _is_limit(match: RuleMatch) -> bool:
-    """Whether a process ended because it had reached a limit of its own."""
-    return "limit" in match.fields.get("signal", "")
-
-
 def _is_no_failure_of_its_own(match: RuleMatch) -> bool:
     """Whether a process ended with exit code 0, an unknown one, or SIGTERM, which the launcher sends to the rest."""
     return _signal_or_code(match) in (*_TERMINATION_CODES, "0", "")
@@ -114,37 +109,48 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
     """Returns all sets of parties that may be the culprits.
 
     The structure names them; or lines capture them, or were written by them or by those of them that raised an
-    exception; or they failed first, or did not join. The lines are those of the strongest rule or of another one for
-    causes. To name the only host says little, and so does the host of a line if the rank is known that failed first.
+    exception; or they failed first, did not join, or some line calls them failed. The lines are those of the strongest
+    rule or of another one for causes. To name all ranks says little, and so does the host of a line if the rank is
+    known that failed first.
     """
     if found.cls in NO_FAULT and found.culprits is None:
         return []
     if found.culprits is not None:
-        named = _prefer_complete_list([_as_culprit(each, history) for each in found.culprits], history)
-        return [Suspects(_distinct(named), ("structure",))]
-    if not found.matches or found.matches[0].rule.signature.culprit == "none":
-        return []
-    suspects = []
-    lead = found.matches[0].rule.id
-    rules = dict.fromkeys([lead, *(each.rule.id for each in found.matches if each.rule.signature.role == "cause")])
-    only_host = _common_host(history)
-    first = _distinct(likely_first_failures(history)) if found.cls in _FIRST_FAILURE_CLASSES else ()
-    for rule in rules:
+        return [Suspects(_distinct(_as_culprit(each, history) for each in found.culprits), ("structure",))]
+    one_fails_first = found.cls in _FIRST_FAILURE_CLASSES
+    first = _distinct(likely_first_failures(history)) if one_fails_first else ()
+    first_rank = any(each.rank is not None for each in first)
+    suspects = [Suspects(first, ("first_failed",))]
+    suspects += [Suspects(_named_parties(found, history), ("named",))] if one_fails_first else []
+    lead = found.matches[0].rule.id if found.matches else ""
+    causes = [each.rule.id for each in found.matches if each.rule.signature.role in ("cause", "sign")]
+    rules = dict.fromkeys([lead, *causes])
+    for rule in rules if found.matches and found.matches[0].rule.signature.culprit != "none" else ():
         other = () if rule == lead else ("other_rule",)
         for reason, named in _culprits_of_rule(rule, found.matches, history):
             ranks = [each for each in named if each.rank is not None]
             named = ranks if ranks and reason != "captured" else named
-            known = [each for each in named if not only_host or each.rank is not None or each.host != only_host]
-            if (
-                reason != "captured"
-                and all(each.rank is None for each in named)
-                and any(each.rank is not None for each in first)
-            ):
-                known = []
-            reasons = (reason, *other, *(() if known else ("only_host",)))
-            suspects.append(Suspects(_distinct(_unmapped_pids_as_ranks(known or named, history)), reasons))
-    suspects.append(Suspects(first, ("first_failed",)))
+            says_little = {each.rank for each in ranks} >= history.ranks if len(ranks) > 1 else not ranks and first_rank
+            reasons = (reason, *other, *(("everyone",) if reason != "captured" and says_little else ()))
+            suspects.append(Suspects(_distinct(_unmapped_pids_as_ranks(named, history)), reasons))
     return [each for each in suspects if each.parties]
+
+
+def _named_parties(found: FailureHypothesis, history: JobHistory) -> tuple[Culprit, ...]:
+    """Returns the rank that a line of the hypothesis names, else the first rank that any line calls failed, else the
+    first host, process or service."""
+    ranks = {rank for each in found.matches if (rank := _mentioned_rank(each, history)) is not None}
+    if len(ranks) == 1:
+        return (culprit_of_rank(ranks.pop(), history),)
+    named = [culprit for each in history.facts("party_failed") if not history.continued_after(each)
+             for culprit in _parties(each, history)]  # fmt: skip
+    return tuple(sorted(named, key=lambda each: (each.rank is None, each.name == str(each.pid)))[:1])
+
+
+def _parties(failed: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
+    for group in ("rank", "pid", "host", "party"):
+        if failed.fields.get(group):
+            yield from _culprits_of_group(group, failed.fields[group], failed, history)
 
 
 def _distinct(named: Iterable[Culprit]) -> tuple[Culprit, ...]:
@@ -154,29 +160,10 @@ def _distinct(named: Iterable[Culprit]) -> tuple[Culprit, ...]:
     return tuple(found.values())[:_MAX_CULPRITS]
 
 
-def _prefer_complete_list(culprits: list[Culprit], history: JobHistory) -> list[Culprit]:
-    """If a line lists all culprits, and its list contains the ranks of `culprits` and more, returns that list."""
-    ranks = {culprit.rank for culprit in culprits}
-    lists = (
-        list(_culprits_of_match(match, history))
-        for match in history.matches
-        if _captures_culprit(match) and _lists_all(match)
-    )
-    return next((listed for listed in lists if ranks < {culprit.rank for culprit in listed}), culprits)
-
-
 def _as_culprit(given: int | str | Culprit, history: JobHistory) -> Culprit:
     if isinstance(given, Culprit):
         return given
     return culprit_of_rank(given, history) if isinstance(given, int) else Culprit(None, name=given)
-
-
-def _common_host(history: JobHistory) -> str:
-    """Returns the only host in the logs; "" if there are several. To name the only host says nothing."""
-    logs = [log for log in history.logs if log.source not in history.old_sources]
-    of_lines = [origin.with_defaults(log.origin).host for log in logs for origin in log.origins]
-    hosts = {*of_lines, *(log.origin.host for log in logs if not log.origins)}
-    return hosts.pop() if len(hosts) == 1 else ""
 
 
 def _culprits_of_rule(
@@ -233,12 +220,6 @@ def _origin_key(origin: LineOrigin) -> object:
     return origin.rank if origin.rank is not None else (origin.pid or origin.host or None)
 
 
-def _lists_all(match: RuleMatch) -> bool:
-    """Whether the line of a match lists all culprits."""
-    selector = match.rule.signature.culprit
-    return not isinstance(selector, str) and selector.all
-
-
 def _captures_culprit(match: RuleMatch) -> bool:
     """Whether the pattern of a match captured a culprit."""
     selector = match.rule.signature.culprit
@@ -257,6 +238,14 @@ def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culpri
         captured = []
     elif selector.facts:
         fact_matches = next((facts for name in selector.facts if (facts := history.facts(name))), [])
+        troubled = {each.origin.host for each in history.matches if each.rule.id == match.rule.id} - {""}
+        if (
+            troubled
+            and {each.origin.host for each in fact_matches} > troubled
+            and (own := _culprit_of_origin(match, history))
+        ):
+            yield own  # on the other hosts it works
+            return
         for fact_match in fact_matches:
             for group in selector.groups:
                 if fact_match.fields.get(group):
@@ -267,7 +256,10 @@ def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culpri
         captured = captured if selector.all else captured[:1]
     for group, value in captured:
         yield from _culprits_of_group(group, value, match, history)
-    if not captured and (culprit := _culprit_of_origin(match, history)) is not None:
+    about = [] if captured else [each for each in history.facts("party_failed") if each.place == match.place]
+    for each in about:
+        yield from _parties(each, history)
+    if not captured and not about and (culprit := _culprit_of_origin(match, history)) is not None:
         yield culprit
 
 
@@ -280,7 +272,7 @@ def _culprits_of_group(group: str, value: str, match: RuleMatch, history: JobHis
         yield (
             culprit_of_rank(rank, history)
             if rank is not None
-            else Culprit(None, host=match.origin.host, pid=int(value), name=value)
+            else Culprit(None, host=match.origin.host, pid=int(value), name=history.log_of_pid.get(int(value), value))
         )
     elif group in ("host", "address", "peer"):
         yield Culprit(None, host=history.alias(value), name=value)
@@ -326,7 +318,7 @@ def _mentioned_rank(match: RuleMatch, history: JobHistory) -> int | None:
     prefix = _RANK_PREFIX.search(match.text)
     if prefix is not None:
         return int(prefix["rank"])
-    if match.rule.signature.culprit != "line" or not names_trouble(match.text):
+    if not names_trouble(match.text):
         return None
     found = {(int(each["rank"]), each["process"]) for each in _RANK_IN_PROSE.finditer(match.text)}
     named = {rank for rank, process in found if process is None or rank in history.ranks}

@@ -21,7 +21,6 @@ MAX_SIGN_STRENGTH = 0.6
 """A sign is at most this strong."""
 CLOSE_S = 60.0
 """The order of two lines within this many seconds says little about which event came first."""
-_EXTERNAL_KILL = "external_kill"
 _NEVER = (float("inf"), 0, 0)
 
 Site = tuple[str, int]
@@ -151,12 +150,13 @@ class JobEvidence:
         return when, source, line if log is None else self.first_of_chain((log.name, line))[1]
 
     def explains(self, one: RuleMatch, other: RuleMatch) -> bool:
-        """Whether a match would follow from another one. Nothing follows from what the job survived, and what happened
-        long before an external kill does not follow from it."""
+        """Whether a match would follow from another one. Nothing follows from what the job survived, or from what came
+        long after it."""
         names = one.rule.signature.explains
         if (other.rule.id not in names and other.rule.cls not in names) or not self.stopped(one):
             return False
-        return one.rule.cls != _EXTERNAL_KILL or other.rule.cls == _EXTERNAL_KILL or not long_before(other, one)
+        undated = one.when is None or other.when is None
+        return other.rule.cls == one.rule.cls or undated or not long_before(other, one)
 
     def explained_by(self, one: FailureHypothesis) -> set[Site]:
         """Returns the lines that would follow from those of a hypothesis."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from pathlib import PurePosixPath
 
 from lockstep.doctor.judge import job_end
 from lockstep.doctor.logs import attempts
@@ -210,6 +211,18 @@ class JobHistory:
         ]
         origins = [origin for log in self.logs for origin in log.origins] + [each.origin for each in self.matches]
         return ranks_by_pid(reports, origins, one_host=len(self.nodes) <= 1 and len(self.ranks) <= _RANKS_PER_HOST)
+
+    @cached_property
+    def log_of_pid(self) -> Mapping[int, str]:
+        """The host of the file to which a process wrote, or the name of the file if it is of no known host; only if the
+        files of a job differ in their processes."""
+        files: dict[int, set[str]] = defaultdict(set)
+        for log in self.logs:
+            name = log.origin.host or PurePosixPath(log.name).stem
+            for origin in log.origins:
+                if origin.pid is not None:
+                    files[origin.pid].add(name)
+        return {pid: min(names) for pid, names in files.items() if len(names) == 1 and len(self.logs) > 1}
 
     def rank(self, match: RuleMatch) -> int | None:
         """Returns the rank that a match is about: the rank that the line names, that wrote it, or that has its pid."""

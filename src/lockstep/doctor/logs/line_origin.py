@@ -56,6 +56,8 @@ class LineOrigin:
 
 
 UNKNOWN_ORIGIN: LineOrigin = LineOrigin()
+Forms = tuple[re.Pattern[str], ...]
+"""Patterns for prefixes, each with a group `label`, the number of a rank, or `name`, of a host."""
 
 _STAMPS = (
     r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?",
@@ -172,16 +174,27 @@ class ParsedPrefix:
     when: float | None
 
 
-def parse_prefixes(line: str, clock: TimestampParser) -> ParsedPrefix:
-    """Parses the prefixes of a line."""
-    return ParsedPrefix(*_origin_of_line(line), clock.read(line))
+def parse_prefixes(line: str, clock: TimestampParser, learned: Forms = ()) -> ParsedPrefix:
+    """Parses the prefixes of a line.
+
+    Args:
+        learned: Further forms of prefixes, see `learned_prefix`.
+    """
+    return ParsedPrefix(*origin_of_line(line, learned), clock.read(line))
 
 
 @lru_cache(maxsize=_PARSED_LINES)
-def _origin_of_line(line: str) -> tuple[LineOrigin, int]:
+def origin_of_line(line: str, learned: Forms) -> tuple[LineOrigin, int]:
     """Returns what the prefixes of a line say, and where its message begins."""
     origin, at = UNKNOWN_ORIGIN, 0
     for _ in range(_MAX_PREFIXES):
+        of_file = next((found for each in learned if (found := each.match(line, at))), None)
+        if of_file:
+            label, host = of_file.groupdict().get("label"), of_file.groupdict().get("name")
+            number = int(label) if label and origin.rank is None else None
+            origin = LineOrigin(number, host or "", "", None, None, number, label is not None).with_defaults(origin)
+            at = of_file.end()
+            continue
         found = _PREFIX.match(line, at)
         if not found or found.end() == at:
             break
@@ -351,6 +364,12 @@ def label_resolver(known: Mapping[int, set[int]], offset: int = 0) -> Callable[[
         return replace(origin, rank=rank, label=None if rank is not None else origin.label, rank_is_label=False)
 
     return resolve
+
+
+def with_rank_of_pid(origin: LineOrigin, ranks: Mapping[int, int]) -> LineOrigin:
+    """Returns an origin with the rank of its process, if it has none of its own."""
+    rank = ranks.get(origin.pid) if origin.rank is None and origin.pid is not None else None
+    return origin if rank is None else replace(origin, rank=rank, rank_is_label=False)
 
 
 def ranks_by_pid(

@@ -9,7 +9,8 @@ from lockstep.doctor.knowledge.knowledge_base import FailureRule, KnowledgeBase
 from lockstep.doctor.logs import line_origin, log_lines, stack_traces, step_progress
 from lockstep.doctor.logs.attempts import earlier_attempts
 from lockstep.doctor.logs.clock_alignment import align_clocks, assign_years
-from lockstep.doctor.logs.line_origin import LineOrigin
+from lockstep.doctor.logs.learned_prefix import learn_prefixes
+from lockstep.doctor.logs.line_origin import Forms, LineOrigin
 from lockstep.doctor.logs.log_lines import (
     MAX_LINE_CHARS,
     Page,
@@ -77,6 +78,7 @@ class LogParser:
         origin, node = line_origin.origin_of_file(name)
         self.log = ParsedLog(name, source, origin, node)
         self._clock = TimestampParser()
+        self._learned: Forms = ()
         self._width = 0
         self._match_counts: Counter[tuple[str, LineOrigin]] = Counter()
         self._latest: dict[tuple[str, LineOrigin], RuleMatch] = {}
@@ -97,6 +99,7 @@ class LogParser:
                 self._width = wrap_width(head)
             page = unwrap_page(page, self._width) if self._width else page
             if page.first == 1:
+                self._learned = learn_prefixes(clean_text(raw) for _, raw in numbered_lines(page, 64 << 10))
                 if self.log.kind == "stack":
                     lines = ((number, clean_text(raw)) for number, raw in numbered_lines(page))
                     self.log.stacks += stack_traces.parse_stacks(lines, self.log.origin, self.log.name)
@@ -115,11 +118,15 @@ class LogParser:
         ]
         known = line_origin.ranks_by_label([*found.origins, *reported])
         offset = line_origin.local_rank_offset(each.fields for each in found.matches)
-        self._resolve_labels(line_origin.label_resolver(known, offset))
+        of_label = line_origin.label_resolver(known, offset)
+        reports = [{"pid": str(each.origin.pid or ""), **each.fields} for each in found.matches
+                   if each.rule.signature.fact in ("placed", "exit")]  # fmt: skip
+        pids = line_origin.ranks_by_pid(reports, map(of_label, found.origins), one_host=False)
+        self._resolve_origins(lambda origin: line_origin.with_rank_of_pid(of_label(origin), pids))
         return found
 
-    def _resolve_labels(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
-        """Replaces launcher labels by ranks, once all lines are known."""
+    def _resolve_origins(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
+        """Replaces launcher labels and pids by ranks, once all lines are known."""
         found = self.log
         found.origins = {resolve(origin): line for origin, line in found.origins.items()}
         found.matches = [replace(each, origin=resolve(each.origin)) for each in found.matches]
@@ -171,9 +178,10 @@ class LogParser:
         line = clean_text(last)
         origin, when = self._examine_line(number, line)
         if line and not line.isspace():
-            rank_of = origin if origin.rank is not None else self.log.origin
+            rank_of = origin if origin.rank is not None or self.log.origin.rank is None else self.log.origin
             local = rank_of.local_rank if rank_of.rank_is_label else None
-            key = LineOrigin(rank_of.rank, "", "", None, local, rank_of.label, rank_of.rank_is_label)
+            pid = rank_of.pid if rank_of.rank is None else None
+            key = LineOrigin(rank_of.rank, "", "", pid, local, rank_of.label, rank_of.rank_is_label)
             lines = self._tail_lines.get(key)
             if lines is None:
                 lines = self._tail_lines[key] = deque(maxlen=LAST_LINES)
@@ -181,7 +189,7 @@ class LogParser:
 
     def _examine_line(self, number: int, line: str) -> tuple[LineOrigin, float | None]:
         """Records origin, timestamp and counter of a line; returns origin and timestamp."""
-        prefix = line_origin.parse_prefixes(line, self._clock)
+        prefix = line_origin.parse_prefixes(line, self._clock, self._learned)
         found = self.log
         if prefix.when is not None:
             found.first = prefix.when if found.first is None else found.first
@@ -207,7 +215,7 @@ class LogParser:
         """Matches rules and exceptions with a line that the prefilter selected."""
         line = clean_text(page.data[start:end])
         texts = self._filter.texts(line)
-        prefix = _parse_line_end(line, self._clock)
+        prefix = _parse_line_end(line, self._clock, self._learned)
         origin = prefix.origin.with_defaults(self.log.origin)
         rules = {rule.id: rule for each in texts for rule in self._rules.by_literal.get(each, ())}
         when: float | None = prefix.when
@@ -262,8 +270,8 @@ class LogParser:
         )
         return (
             mark is not None
-            and line_origin.parse_prefixes(clean_text(mark), TimestampParser()).origin
-            == line_origin.parse_prefixes(line, TimestampParser()).origin
+            and line_origin.parse_prefixes(clean_text(mark), TimestampParser(), self._learned).origin
+            == line_origin.parse_prefixes(line, TimestampParser(), self._learned).origin
         )
 
     def _add_match(self, match: RuleMatch) -> None:
@@ -322,9 +330,9 @@ class LogParser:
             pieces = rewritten_parts(data[at:end])
             line = clean_text(pieces[0] if own is None else pieces[-1])
             part = (
-                _parse_line_end(line, TimestampParser())
+                _parse_line_end(line, TimestampParser(), self._learned)
                 if own is None
-                else line_origin.parse_prefixes(line, TimestampParser())
+                else line_origin.parse_prefixes(line, TimestampParser(), self._learned)
             )
             if own is None:
                 own = part.origin
@@ -350,13 +358,13 @@ class LogParser:
         return None
 
 
-def _parse_line_end(line: str, clock: TimestampParser) -> line_origin.ParsedPrefix:
+def _parse_line_end(line: str, clock: TimestampParser, learned: Forms) -> line_origin.ParsedPrefix:
     """Parses the prefixes of a line that may begin with a progress bar or an unfinished line of another thread."""
     interleaved = _INTERLEAVED.search(line)
     cut = interleaved.start() if interleaved else max((each.end() for each in _PROGRESS_BAR.finditer(line)), default=0)
     if not cut:
-        return line_origin.parse_prefixes(line, clock)
-    end, start = line_origin.parse_prefixes(line[cut:], clock), line_origin.parse_prefixes(line, clock)
+        return line_origin.parse_prefixes(line, clock, learned)
+    end, start = (line_origin.parse_prefixes(each, clock, learned) for each in (line[cut:], line))
     if start.at >= cut + end.at:
         return start
     origin = end.origin or start.origin

@@ -328,11 +328,6 @@ def test_a_container_common_to_all_lines_is_not_the_culprit(tmp_path: Path) -> N
         assert names(verdict) == [4]
 
 
-def test_a_message_that_lists_culprits_names_more_than_the_structure_shows(tmp_path: Path) -> None:
-    message = [*watchdog(0, seq=39, numel=1025), *watchdog(22, seq=39, numel=262144), MISMATCH]
-    assert names(judged(tmp_path, job=message)) == [22, 110]
-
-
 def test_the_default_number_of_torchrun_is_a_local_rank(tmp_path: Path) -> None:
     table = ["  host      : gpu-1", "  rank      : 5 (local_rank: 1)", "  exitcode  : 1 (pid: 905)"]
     failed = [each.replace("[rank1]: ", "[default1]:") for each in raised(1, "ValueError: rows differ in length")]
@@ -375,3 +370,61 @@ def test_the_party_that_a_line_names(tmp_path: Path, line: str, party: int | str
 def test_a_line_that_names_several_ranks_names_no_culprit(tmp_path: Path) -> None:
     line = "No space left on device: rank 1 failed, rank 2 failed"
     assert judged(tmp_path, job=[*steps(0, 3), line]).culprits == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "culprit"),
+    [
+        ("sched.WorkerFailedError: Worker 'rollout/2' failed with exit code -9", "rollout/2"),
+        ("[ERROR] pod grpo-worker-3 was OOMKilled", "grpo-worker-3"),
+        ("Warning: replica actor-7 is unreachable; the job was killed by signal 9", "actor-7"),
+    ],
+)
+def test_a_line_is_about_the_party_that_it_calls_failed(tmp_path: Path, line: str, culprit: str) -> None:
+    assert names(judged(tmp_path, job=[*steps(0, 4), f"[rank0]: {line}"])) == [culprit]
+
+
+def test_a_process_of_python_is_named_above_its_traceback(tmp_path: Path) -> None:
+    crash = ["Traceback (most recent call last):", '  File "a.py", line 3, in step', "    grid[state]", "KeyError: 7"]
+    assert names(judged(tmp_path / "named", job=["Process env-2:", *crash])) == ["env-2"]
+    assert names(judged(tmp_path / "unnamed", job=["Process Process-2:", *crash])) == []
+
+
+def test_the_table_of_hydra_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+    table: list[str] = []
+    for rank, signal in ((0, "15 (Terminated)"), (3, "9 (Killed)")):
+        table += [f"=   RANK {rank} PID 122{rank} RUNNING AT cn12", f"=   KILLED BY SIGNAL: {signal}"]
+    verdict = judged(tmp_path, job=[*steps(0, 4), *steps(3, 4), *table])
+    assert verdict.cause == "external_kill" and names(verdict) == [3] and verdict.culprits[0].host == "cn12"
+
+
+def test_an_evicted_pod_is_named_by_its_description(tmp_path: Path) -> None:
+    full = "Pod ephemeral local storage usage exceeds the total limit of containers 40Gi."
+    described = ["Name:       vit-worker-2", "Status:     Failed", "Reason:     Evicted", f"Message:    {full}"]
+    verdict = judged(tmp_path, describe=described, job=steps(0, 4))
+    assert verdict.cause == "storage_fault" and names(verdict) == ["vit-worker-2"]
+
+
+def test_a_killed_pid_is_the_log_in_which_it_wrote(tmp_path: Path) -> None:
+    agent = "W1128 09:39:47.293000 {} torch/distributed/run.py:865] node_rank is only used for static rdzv_backend."
+    files = {"job": ["bash: line 1: 29519 Killed      torchrun --nnodes 2 train.py"],
+             "node-a": [agent.format(29493)], "node-b": [agent.format(29519)]}  # fmt: skip
+    verdict = judged(tmp_path, **files)
+    assert verdict.cause == "external_kill" and names(verdict) == ["node-b"]
+
+
+def test_an_error_of_all_ranks_tells_less_than_the_rank_in_a_message(tmp_path: Path) -> None:
+    clipped = "RuntimeError: The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped."  # noqa: E501
+    each = [line for rank in range(3) for line in raised(rank, clipped)]
+    assert names(judged(tmp_path / "all", job=each)) == [0, 1, 2]
+    lines = ["2026-11-28 09:37:46,990 - ERROR - step 9: local loss is nan on rank 1", *each]
+    assert names(judged(tmp_path / "one", job=lines)) == [1]
+
+
+def test_the_host_without_an_interface_is_named_if_others_have_it(tmp_path: Path) -> None:
+    lines = ["n101:7110:7110 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to ens5f0",
+             "n107:6902:6902 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to ens5f0",
+             "n107:6902:6902 [0] misc/socket.cc:487 NCCL WARN Bootstrap : no socket interface found"]  # fmt: skip
+    verdict = judged(tmp_path / "one", job=lines)
+    assert verdict.cause == "wrong_network_interface" and names(verdict) == ["n107"]
+    assert names(judged(tmp_path / "both", job=[*lines, lines[2].replace("n107", "n101")])) == ["ens5f0"]

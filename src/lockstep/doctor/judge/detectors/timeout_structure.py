@@ -72,6 +72,7 @@ def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
         if log.source not in history.old_sources:
             writing |= {rank for rank in log.tail_lines if rank is not None}
             writing |= {counter.origin.rank for counter in log.counters if counter.origin.rank is not None}
+    writing |= {0} if 0 in history.ranks and 0 not in found and _main_lines(history) else set()
     late = _late_ranks(history, found)
     found = {rank: each for rank, each in found.items() if rank not in late}
     raised = {history.rank(each) for each in history.exceptions}
@@ -358,14 +359,28 @@ def _last_lines(history: JobHistory, rank: int) -> list[TailLine]:
                          if origin.rank == rank and at.source == log.source), default=None)  # fmt: skip
             lines = [each for each in log.tail_lines[rank] if first is None or each.line < first][-_LAST_LINES:]
             found += [lines] if lines else []
+    if rank == 0 and not found:
+        return _main_lines(history)
     return max(found, key=lambda each: each[-1].when or 0.0, default=[])
+
+
+def _main_lines(history: JobHistory) -> list[TailLine]:
+    """Returns what matched without a rank before the first timeout, if rank 0 writes no lines: mostly only the main
+    process logs, and names no rank."""
+    if any(0 in log.tail_lines for log in history.logs):
+        return []
+    first = {each.match.source: each.match.line for each in reversed(history.timeouts)}
+    return [TailLine(each.line, each.when, each.text) for each in history.matches
+            if each.origin.rank is None and each.line < first.get(each.source, 0)][-_LAST_LINES:]  # fmt: skip
 
 
 def _last_line_facts(waiting: WaitingRanks) -> list[Fact]:
     """Returns the last line of each of the first absent ranks."""
     last = {rank: lines[-1] for rank in waiting.absent[:3] if (lines := _last_lines(waiting.history, rank))}
-    return [Fact(line.text, file=next(log.name for log in waiting.history.logs if line in log.tail_lines.get(rank, ())),
-                 line=line.line) for rank, line in last.items()]  # fmt: skip
+    history = waiting.history
+    files = {id(each): log.name for log in history.logs for lines in log.tail_lines.values() for each in lines}
+    waited = history.timeouts[0].match.file if history.timeouts else ""
+    return [Fact(each.text, file=files.get(id(each), waited), line=each.line) for each in last.values()]
 
 
 def _wait_facts(waiting: WaitingRanks, ranks: Sequence[int]) -> list[Fact]:
