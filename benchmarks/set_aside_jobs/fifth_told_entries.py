@@ -1,0 +1,5 @@
+"""x."""
+
+from benchmarks.set_aside_jobs.entry import Entry
+
+ENTRIES: list[Entry] = []
