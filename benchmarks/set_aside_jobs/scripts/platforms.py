@@ -137,7 +137,9 @@ def main():
         one = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
         PIDS[rank] = one.pid
         for pipe, stream in ((one.stdout, "stdout"), (one.stderr, "stderr")):
-            threads.append(threading.Thread(target=show, args=(args.style, rank, pipe, stream, args.stamp)))
+            threads.append(
+                threading.Thread(target=show, args=(args.style, rank, pipe, stream, args.stamp), daemon=True)
+            )
             threads[-1].start()
         ranks.append(one)
     began, failed, left, sent = 0.0, 0.0, set(range(args.n)), False
@@ -160,7 +162,7 @@ def main():
             for rank in left:
                 ranks[rank].terminate()
     for each in threads:
-        each.join()
+        each.join(4.0)
     last(args.style, [each.returncode for each in ranks], args.stamp)
     return max(abs(each.returncode) for each in ranks)
 
