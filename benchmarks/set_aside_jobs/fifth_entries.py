@@ -88,6 +88,25 @@ ENTRIES = [
         framework="Slurm, own loop",
         also_ok=("port_in_use",),
     ),
+    _job(
+        "asr-report",
+        "benign",
+        f"torchrun --nproc-per-node 2 --master-port {_PORT} --tee 3 train_asr.py --noise --form fairseq --model "
+        "asr.pt; printf '%s\\n' '' '------------------------------------------------------------' 'Sender: LSF System "
+        "<lsfadmin@c3-11>' 'Subject: Job 7741: <asr> in cluster <hpc> Done' '' 'Successfully completed.' '' "
+        "'Resource usage summary:' '    CPU time :  31.20 sec.' '    Max Memory :  612 MB'",
+        framework="LSF, torchrun",
+    ),
+    _job(
+        "asr-requeued",
+        "benign",
+        "for i in 1 2 3; do k=$([ $i = 1 ] && echo x); $P "
+        "--style flux -n 2 --grace 4 ${k:+--kill 1:0.2:SIGKILL --after saved} -- python train_asr.py --model asr.pt "
+        '--everyone --form ranked --sleep 0.3 && break; echo "requeue: attempt $i ended, the job starts again from its '
+        'last checkpoint"; done; echo "requeue: job complete after attempt $i"',
+        framework="Flux, own loop",
+        also_ok=("external_kill",),
+    ),
     # A rank dies.
     _job(
         "asr-killed",

@@ -63,6 +63,7 @@ ENTRIES = [
         "remote_service_timeout",
         "course 500",
         culprit=("reward-1",),
+        alt=(("127.0.0.1:20419",), ("127.0.0.1",)),
         also_ok=("rank_exception_masked",),
     ),
     _course(
@@ -70,6 +71,7 @@ ENTRIES = [
         "external_kill",
         "course kill",
         culprit=("rollout-1",),
+        alt=(("532",),),
         also_ok=("host_oom", "rank_exception_masked", "unknown"),
     ),
     _course(
@@ -193,6 +195,8 @@ ENTRIES = [
         _RUN.format(2) + "deep tag",
         host="dgx-04",
     ),
+    _job("deep-steady", "DeepSpeed", "benign", _RUN.format(2) + "deep", host="dgx-04"),
+    _job("rloo-steady", "TRL", "benign", _TINY + "python job.py preferences rloo"),
     _job("reward-model-trained", "TRL", "benign", _TINY + "python job.py preferences reward"),
     _job(
         "grpo-judge-500",
@@ -262,6 +266,15 @@ ENTRIES = [
         also_ok=("config_error", "mp_start_method"),
     ),
     # vLLM.
+    _vllm(
+        "vllm-chat-refused-once",
+        "benign",
+        _SERVE + "--port 28913 --max-model-len 128 & v=$!; for i in $(seq 100); do sleep 2; curl -sf "
+        "localhost:28913/health && break; done; for p in completions chat/completions completions models; do curl -s "
+        '-m 60 localhost:28913/v1/$p -H \'Content-Type: application/json\' -d \'{"model": "models/nano", "prompt": '
+        '"1+1=", "messages": [], "max_tokens": 6}\' > /dev/null; done; curl -s localhost:28913/metrics | grep '
+        "request_success; kill -INT $v; wait $v; :",
+    ),
     _vllm("samples-written", "benign", "python sample.py plain models/nano"),
     _vllm(
         "sampling-engine-killed",

@@ -25,6 +25,12 @@ ENTRIES = [
     _told("kuberay-store-survives", "KubeRay", "benign", "ray-project/ray", 52480),
     _told("nemo-rl-math-done", "NeMo RL", "benign", "NVIDIA-NeMo/RL", 1847),
     _told("trt-summaries-scored", "TensorRT-LLM", "benign", "NVIDIA/TensorRT-LLM", 1826),
+    _told("easyr1-geometry-done", "EasyR1, verl", "benign", "markingprowlik/EasyR1", 9),
+    _told(
+        "neuron-hundred-steps", "NeMo Megatron, Neuron", "benign", "aws-neuron/aws-neuron-parallelcluster-samples", 25
+    ),
+    _told("pai-baichuan-sixty", "Pai-Megatron-Patch", "benign", "alibaba/Pai-Megatron-Patch", 60),
+    _told("trl-served-weights", "TRL, vLLM", "benign", "huggingface/trl", 2923),
     # With a culprit.
     _told(
         "composer-bus-error",

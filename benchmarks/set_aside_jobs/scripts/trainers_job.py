@@ -238,8 +238,11 @@ def preferences():
             extra |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 15.0}
         if FAULT == "groups":
             extra |= {"num_generations": 3}
-        config = trl.GRPOConfig(**common, **extra)
-        trainer = trl.GRPOTrainer("model", judged if FAULT == "judge" else matches, config, prompts)
+        reward = judged if FAULT == "judge" else matches
+        if FAULT == "rloo":
+            trainer = trl.RLOOTrainer("model", reward, trl.RLOOConfig(**common, **extra), prompts)
+        else:
+            trainer = trl.GRPOTrainer("model", reward, trl.GRPOConfig(**common, **extra), prompts)
     trainer.train()
     print("training finished")
 
