@@ -194,8 +194,8 @@ ENTRIES = [
         "version_mismatch",
         "$P --style clush -n 3 --grace 15 -- python train_asr.py --fault import --on 2 --form absl --join 20",
         framework="clush, own loop",
-        culprit=(2,),
-        alt=(("c3-13",),),
+        culprit=("c3-13",),
+        alt=((2,),),
         also_ok=("config_error", "rank_exception_masked"),
     ),
     _job(
@@ -349,8 +349,8 @@ ENTRIES = [
         "$P --style clush -n 3 --grace 30 -- python train_asr.py --fault late --on 1 --seconds 70 --join 25 --form "
         "absl",
         framework="clush, own loop",
-        culprit=(1,),
-        alt=(("c3-12",),),
+        culprit=("c3-12",),
+        alt=((1,),),
         also_ok=("slow_rank_preprocess", "master_unreachable"),
     ),
     _job(
@@ -376,8 +376,8 @@ ENTRIES = [
         "$P --style parallel -n 3 --grace 6 --own 2:GLOO_SOCKET_IFNAME=ibp9s0 -- python train_asr.py --join 25 "
         "--form fairseq",
         framework="GNU parallel, own loop",
-        culprit=(2,),
-        alt=(("c3-13",), ("ibp9s0",)),
+        culprit=("c3-13",),
+        alt=((2,), ("ibp9s0",)),
         also_ok=("config_error",),
     ),
     _job(

@@ -134,9 +134,9 @@ ENTRIES = [
     _job(
         "model-not-cached",
         "transformers",
-        "remote_service_timeout",
+        "config_error",
         "export HF_HOME=$TMPDIR/hf; python job.py absent",
-        also_ok=("storage_fault", "config_error"),
+        also_ok=("storage_fault", "remote_service_timeout"),
     ),
     # accelerate, DeepSpeed, TRL.
     _job(
@@ -157,10 +157,11 @@ ENTRIES = [
     _job(
         "accelerate-gathers-text",
         "accelerate",
-        "rank_exception_masked",
+        "rank_divergent_branch",
         _RUN.format(2) + "accelerated metric",
         culprit=(1,),
-        also_ok=("config_error", "rank_divergent_branch"),
+        alt=((0, 1),),
+        also_ok=("rank_exception_masked", "uneven_data"),
     ),
     _job(
         "deep-rank-killed",
@@ -203,7 +204,8 @@ ENTRIES = [
         "TRL",
         "remote_service_timeout",
         _TINY + _JUDGE + "python job.py preferences judge; kill $j",
-        alt=(("127.0.0.1",),),
+        culprit=("127.0.0.1:21718",),
+        alt=(("127.0.0.1",), ("http://127.0.0.1:21718",), ("http://127.0.0.1:21718/judge",)),
         also_ok=("rank_exception_masked",),
     ),
     _job(
@@ -228,7 +230,7 @@ ENTRIES = [
         "external_kill",
         "killed",
         culprit=("sampler-2",),
-        alt=(("Sampler",),),
+        alt=(("Sampler",), ("17138",)),
         also_ok=("host_oom", "ray_node_or_gcs", "unknown", "rank_exception_masked"),
     ),
     _ray(
@@ -236,7 +238,7 @@ ENTRIES = [
         "rank_exception_masked",
         "crashed",
         culprit=("sampler-2",),
-        alt=(("Sampler",),),
+        alt=(("Sampler",), ("17617",)),
         also_ok=("external_kill", "framework_bug", "unknown", "host_oom", "ray_node_or_gcs"),
         sufficiency="hint",
     ),
@@ -253,8 +255,8 @@ ENTRIES = [
         "sampler-temperature",
         "rank_exception_masked",
         "bound",
-        culprit=("sampler-0",),
-        alt=(("Sampler",),),
+        culprit=("Sampler",),
+        alt=(("sampler-0",), ("18572",)),
         also_ok=("config_error",),
     ),
     _ray("update-no-h100", "ray_resources_pending", "resource", framework="Ray tasks", also_ok=("config_error",)),

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def sampled():
 
 
 def main():
-    ray.init(num_cpus=4, include_dashboard=False)
+    own = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, _temp_dir=own)
     if MODE == "retried":
         flag = f"/tmp/fetched-{os.getpid()}"
         parts = ray.get([fetch.remote(n, flag) for n in range(6)])

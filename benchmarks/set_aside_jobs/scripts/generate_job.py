@@ -17,7 +17,7 @@ def children(pid):
 def kill_engine():
     time.sleep(4)
     for each in children(os.getpid()):
-        if "EngineCore" in Path(f"/proc/{each}/comm").read_text():
+        if "EngineCor" in Path(f"/proc/{each}/comm").read_text():
             os.kill(each, signal.SIGKILL)
 
 

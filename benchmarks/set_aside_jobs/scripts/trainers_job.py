@@ -230,7 +230,7 @@ def preferences():
         model = AutoModelForSequenceClassification.from_pretrained("model", num_labels=1)
         model.config.pad_token_id = tokens.pad_token_id
         config = trl.RewardConfig(**common, max_length=24)
-        trainer = trl.RewardTrainer(model, config, Dataset.from_list(pairs), processing_class=tokens)
+        trainer = trl.RewardTrainer(model, config, train_dataset=Dataset.from_list(pairs), processing_class=tokens)
     else:
         prompts = Dataset.from_list([{"prompt": f"{n}=", "answer": n[0]} for n in numbers])
         extra = {"num_generations": 4, "max_completion_length": 4}
