@@ -108,7 +108,7 @@ ENTRIES = [
     ),
     _job(
         "replay-compacted",
-        "PyTorch, own loop (gloo)",
+        "PyTorch, gloo loop",
         "slow_rank_preprocess",
         _RUN.format(3) + "monitored",
         culprit=(2,),

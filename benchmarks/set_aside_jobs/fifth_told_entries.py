@@ -354,7 +354,43 @@ ENTRIES = [
         alt=(("10.10.100.19:9099",), ("http://10.10.100.19:9099",)),
         also_ok=("rank_exception_masked",),
     ),
+    _told(
+        "sglang-no-route",
+        "SGLang",
+        "network_blocked",
+        "sgl-project/sglang",
+        3820,
+        culprit=("10.0.0.4",),
+        alt=(("node4",), ("10.0.0.4:56849",), ("node5",), ("node4", "10.0.0.4")),
+        also_ok=("rendezvous_incomplete",),
+    ),
+    _told(
+        "deep-student-rollout",
+        "DeepSpeed",
+        "zero3_generate_desync",
+        "deepspeedai/DeepSpeed",
+        8262,
+        culprit=(3,),
+        also_ok=("rank_divergent_branch", "uneven_data"),
+    ),
     # Without one.
+    _told(
+        "titan-nightly-dtype",
+        "torchtitan",
+        "framework_bug",
+        "pytorch/torchtitan",
+        2856,
+        also_ok=("version_mismatch", "config_error", "rank_exception_masked"),
+    ),
+    _told(
+        "deep-epoch-gather",
+        "DeepSpeed",
+        "slow_collective_timeout",
+        "deepspeedai/DeepSpeed",
+        5539,
+        also_ok=("unknown", "watchdog_or_heartbeat"),
+        sufficiency="hint",
+    ),
     _told(
         "self-instruct-forked", "vLLM", "mp_start_method", "pytorch/pytorch", 145170, also_ok=("vllm_engine_failure",)
     ),
