@@ -17,7 +17,8 @@ def children(pid):
 def kill_engine():
     time.sleep(4)
     for each in children(os.getpid()):
-        if "EngineCor" in Path(f"/proc/{each}/comm").read_text():
+        comm = Path(f"/proc/{each}/comm")
+        if comm.exists() and "EngineCor" in comm.read_text():
             os.kill(each, signal.SIGKILL)
 
 
