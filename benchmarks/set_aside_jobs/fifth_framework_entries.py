@@ -282,6 +282,8 @@ ENTRIES = [
         "sampling-engine-killed",
         "vllm_engine_failure",
         "python sample.py killed models/nano",
+        culprit=("EngineCore",),
+        alt=(("931",),),
         also_ok=("external_kill", "host_oom"),
     ),
     _vllm(
