@@ -171,11 +171,14 @@ class EpisodeRun:
     def _disturb(self, fault: RunFault) -> None:
         """Make a fault, and wait until the run has done two steps more."""
         time.sleep(self.site.chance.uniform(0.0, 0.5))
-        if self._ended() is not None:
+        if self._ended():
             raise Broken(f"the run ended with exit code {self._ended()} before `{fault.name}`")
         step = self.site.step
         done = Injected(fault, step, self.site.wall_time())
         self.faults.append(done)
+        if self._ended() == 0:
+            done.skipped, done.over = "the run had finished", self.site.wall_time()
+            return
         began = time.monotonic()
         self.site.run.members()
         if fault.target == "controller":
@@ -209,7 +212,7 @@ class EpisodeRun:
                 self._pause()
             for each in (self.site.disk or self.folder).glob("ballast"):
                 each.unlink()
-        if self._ended() is None:
+        if self._ended() is None or (self._ended() == 0 and done.fault.target != "controller"):
             return  # it did without the disk
         if done.fault.target != "controller" and not self._says_why():
             raise Broken(f"the run ended with exit code {self._ended()} and does not say that the disk is full")

@@ -115,7 +115,7 @@ def _expectations(hit: EpisodeRun, calm: Path, calm_line: dict[str, Any], line: 
     expect(not alarms, "no verdict names an innocent process", "; ".join(alarms))
     orphans = hit.orphans()
     expect(not orphans, "nothing is left of the run", "; ".join(orphans))
-    grown = [each for each in (*hit.growth, *calm_line["growth"]) if watching.grows(each)]
+    grown = watching.grown(hit.growth, calm_line["growth"])
     expect(not grown, "no process grows over the last half", grown)
     line |= {
         "step_s": round(watching.typical_step_s(hit.run), 4), "lost_steps": len(lost), "difference": apart,

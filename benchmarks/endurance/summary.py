@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.comparison_table import markdown, markdown_head
-from benchmarks.endurance.watching import grows
+from benchmarks.endurance.watching import grown
 from lockstep.base.text import count_noun
 
 Row = Mapping[str, Any]
@@ -24,8 +24,8 @@ def totals(lines: Sequence[Row], done: Sequence[Row]) -> list[str]:
     made = [fault for fault in faults if not fault["skipped"]]
     whole = [line for line in done if "difference" in line]
     shares = [line["steps"] * line["step_s"] / line["span_s"] for line in whole if "step_s" in line]
-    processes = [row for line in whole for row in (*line["growth"], *line["calm"]["growth"])]
-    grown = [row for row in processes if grows(row)]
+    processes = sum(len(line["growth"]) + len(line["calm"]["growth"]) for line in whole)
+    growing = sum(len(grown(line["growth"], line["calm"]["growth"])) for line in whole)
     bitwise = sum(line["difference"] == 0 for line in whole)
     steps, lost = (sum(line[name] for line in whole) for name in ("steps", "lost_steps"))
     not_here = sum("skipped" in line for line in lines)
@@ -42,7 +42,7 @@ def totals(lines: Sequence[Row], done: Sequence[Row]) -> list[str]:
         ("largest relative difference of a tensor", f"{max((line['difference'] for line in whole), default=0.0):.1e}"),
         ("confirmed verdicts on innocent processes", f"{sum(len(line['false_alarms']) for line in whole)}"),
         ("processes and folders left behind", f"{sum(line['orphans'] for line in whole)}"),
-        ("processes that grew over the last half of their run", f"{len(grown)} of {len(processes)}"),
+        ("processes that grew over the last half of their run", f"{growing} of {processes}"),
         ("share of the time that trains, one fault in ten steps", _range(shares, percent=True)),
     ]  # fmt: skip
     return [*markdown_head("what", "found"), *(markdown(*row) for row in rows)]

@@ -85,10 +85,19 @@ class Growth:
         return rows
 
 
-def grows(row: dict[str, Any]) -> bool:
-    """Whether a process grew in the last half of its run."""
+def grown(disturbed: Sequence[dict[str, Any]], undisturbed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The processes of a run with faults and of the one without that grew in their last half. Files count beyond those
+    of the same process in the run without faults: a controller that has lost a host has fewer until it has another."""
+    usual = {row["process"]: row["files"] for row in undisturbed}
+    rows = [(row, max(row["files"], usual.get(row["process"], 0))) for row in disturbed]
+    rows += [(row, row["files"]) for row in undisturbed]
+    return [row for row, files in rows if _grows(row, files)]
+
+
+def _grows(row: dict[str, Any], files: int) -> bool:
     more = row["more_memory"]
-    return (more > MORE_BYTES and more > MORE_MEMORY * row["memory"]) or row["more_files"] > MORE_FILES
+    much = more > MORE_BYTES and more > MORE_MEMORY * row["memory"]
+    return much or row["files"] + row["more_files"] > files + MORE_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +121,15 @@ def false_alarms(found: Sequence[dict[str, Any]], accusable: Sequence[Accusable]
     """Confirmed verdicts that name a process to which no fault was done, or a death more often than it was caused."""
     wrong, deaths = list[str](), Counter[str]()
     for each in found:
-        allowed = {name for one in accusable if one.at - 1 <= each["said_at"] <= one.until + 15 for name in one.names}
+        near = [i for i, one in enumerate(accusable) if one.at - 1 <= each["said_at"] <= one.until + 15]
+        allowed = {name for i in near for name in accusable[i].names}
         innocent = sorted(set(each["who"]) - allowed)
         if innocent:
             wrong.append(f"{', '.join(innocent)}: {each['text']}")
         elif each["change"] == NEW and each["verdict"] == "dead":
             deaths.update(each["who"])
-            faults = Counter(name for one in accusable for name in one.names if one.at - 1 <= each["said_at"])
+            before = accusable[: near[-1] + 1]  # by order, since a fault moves the clock that dates them
+            faults = Counter(name for one in before for name in one.names)
             again = sorted(name for name in each["who"] if deaths[name] > faults[name])
             wrong += [f"once more {', '.join(again)}: {each['text']}"] if again else []
     return wrong

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.endurance import summary
 from benchmarks.endurance.record import Record
 from benchmarks.endurance.schedule import EVERY, FAULTS, STEPS, VARIANTS, Variant, episode
-from benchmarks.endurance.watching import Accusable, false_alarms, grows, seconds_until_named
+from benchmarks.endurance.watching import Accusable, false_alarms, grown, seconds_until_named
 from benchmarks.faults.run_faults import HOW
 
 
@@ -69,16 +69,24 @@ def test_a_verdict_is_wrong_if_nothing_was_done_to_the_process_it_names() -> Non
     assert false_alarms([said(103.0, "policy-1", "policy-0")], faults) == ["policy-0: has died"]
     assert false_alarms([said(103.0, "policy-1"), said(108.0, "policy-1")], faults) == ["once more policy-1: has died"]
     assert len(false_alarms([said(203.0, "policy-1"), said(99.0 - 1, "policy-1")], faults)) == 2
+    back = Accusable(40.0, 50.0, ("policy-1",))  # the clock was set back
+    assert false_alarms([said(103.0, "policy-1"), said(43.0, "policy-1")], [*faults, back]) == []
     assert seconds_until_named([said(205.5, "engine-0")], faults[1]) == 5.5
     assert seconds_until_named([said(205.5, "engine-0")], faults[0]) is None
 
 
-def grown(memory: int, files: int) -> dict:
-    return {"process": "agent", "memory": 400 << 20, "more_memory": memory, "files": 40, "more_files": files}
+def usage(memory: int, files: int, before: int = 40) -> dict:
+    return {"process": "agent", "memory": 400 << 20, "more_memory": memory, "files": before, "more_files": files}
 
 
 def test_growth_is_more_files_or_much_more_memory() -> None:
-    assert not grows(grown(18 << 20, 2)) and grows(grown(21 << 20, 0)) and grows(grown(0, 3))
+    rows = [usage(18 << 20, 2), usage(21 << 20, 0), usage(0, 3)]
+    assert grown(rows, []) == grown([], rows) == rows[1:]
+
+
+def test_files_that_the_undisturbed_run_has_too_are_no_growth() -> None:
+    back, more = usage(0, 10, before=31), usage(0, 13, before=31)
+    assert grown([back, more], [usage(0, 0, before=40)]) == [more]
 
 
 def fault(name: str, **facts) -> dict:
@@ -89,7 +97,7 @@ def test_the_summary_counts_what_was_skipped_and_what_failed() -> None:
     done = {
         "episode": 0, "variant": "grpo local fsdp2", "wall_s": 360.0, "span_s": 100.0, "steps": 100, "load": 2.0,
         "step_s": 0.5, "lost_steps": 0, "difference": 0, "exact": True, "false_alarms": [], "orphans": 1,
-        "calm": {"growth": [grown(0, 0)]}, "growth": [grown(0, 3)],
+        "calm": {"growth": [usage(0, 0)]}, "growth": [usage(0, 3)],
         "failures": [{"expectation": "nothing is left of the run", "found": "process 7"}],
         "faults": [fault("stop policy", named_s=1.5), fault("slow disk", skipped="no cgroups")],
     }  # fmt: skip
