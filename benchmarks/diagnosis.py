@@ -32,6 +32,7 @@ from benchmarks.case_corpus import SURE, KnownCase, own_corpora, read_corpus
 from benchmarks.judge_ablation import Removal, called_functions, removals
 from lockstep.doctor.judge.log_diagnosis import JobRecord, judge_job, read_job
 from lockstep.doctor.knowledge.knowledge_base import FailureRule, KnowledgeBase, load_knowledge
+from lockstep.doctor.logs.log_parser import PLACING_FACTS
 from lockstep.watch.diagnosis.verdict import Verdict
 
 BINS = 10
@@ -78,6 +79,10 @@ def without(read: ReadCase, rules: KnowledgeBase, left_out: frozenset[str]) -> t
     """Returns the record of a case's job without the matches of the rules `left_out`, and the other rules."""
     if not left_out & read.fired:
         return read.job, rules
+    if any(each.rule.id in left_out and each.rule.signature.fact in PLACING_FACTS
+           for log in read.job.logs for each in log.matches):  # fmt: skip
+        fewer = rules.without(left_out)  # without them, lines have other origins
+        return read_job([str(read.case.folder)], fewer), fewer
     logs = [replace(log, matches=[each for each in log.matches if each.rule.id not in left_out])
             for log in read.job.logs]  # fmt: skip
     return replace(read.job, logs=logs), rules.without(left_out)

@@ -8,22 +8,24 @@ token before the row's length and forces it there: one or two small assignments 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from lockstep.data.sample_order import parse_uid
 from lockstep.rollout.client.rollout_client import RolloutClient
-from lockstep.rollout.engine_protocol import Request
+from lockstep.rollout.engine_protocol import Request, RequestGroup
 
 
 def force_requests(engines: RolloutClient, table: np.ndarray) -> None:
     """Set `max_tokens` of every request from the table `[prompts, group]`."""
     submit = engines.submit
 
-    def forced(requests: Sequence[Request], **kwargs: Any) -> None:
-        submit([msgspec.structs.replace(each, max_tokens=_length(each, table)) for each in requests], **kwargs)
+    def forced(groups: Sequence[RequestGroup], **kwargs: Any) -> None:
+        requests = [request for group in groups for request in group.requests]
+        for each in requests:
+            each.max_tokens = _length(each, table)
+        submit(RequestGroup.all_of(requests), **kwargs)
 
     engines.submit = forced  # type: ignore[method-assign]
 

@@ -76,8 +76,8 @@ def failure_list(done: Sequence[Row]) -> list[str]:
         return ["Every expectation was met."]
     return [
         f"{count_noun(len(failures), 'expectation')} not met:", "",
-        *(f"- episode {line['episode']} ({line['variant']}): {each['expectation']}; found: {each['found'][:300]}"
-          for line, each in failures),
+        *(f"- episode {line['episode']} ({line['variant']}): {each['expectation']}; found: "
+          + " ".join(each["found"].split())[:300] for line, each in failures),
     ]  # fmt: skip
 
 
