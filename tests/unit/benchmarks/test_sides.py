@@ -17,7 +17,7 @@ from benchmarks.side_process import SideFailed, SideProcess
 from benchmarks.workloads import WORKS, Side, document_lengths, lengths, lockstep_config, prepare, quick, trl_arguments
 from lockstep.config.loader import check_config
 from lockstep.data.sample_order import make_uid
-from lockstep.rollout.engine_protocol import Request
+from lockstep.rollout.engine_protocol import RequestGroup
 
 
 def test_the_tail_is_long_and_the_same_in_every_step():
@@ -33,12 +33,14 @@ def test_the_tail_is_long_and_the_same_in_every_step():
 
 def test_a_request_gets_the_length_of_its_row():
     seen = []
-    engines = SimpleNamespace(submit=lambda requests, queue="": seen.extend(requests))
+    engines = SimpleNamespace(submit=lambda groups, queue="": seen.extend(groups))
     table = np.array([[1, 2], [3, 4], [5, 6]])
     force_requests(engines, table)
-    prompt = np.zeros(1, np.int32)
-    engines.submit([Request(f"9/{make_uid(0, row)}/{k}", "g", prompt, 0) for row in (2, 1) for k in (0, 1)], queue="q")
-    assert [request.max_tokens for request in seen] == [5, 6, 3, 4]
+    rows = {row: f"9/{make_uid(0, row)}" for row in (2, 1)}
+    groups = [RequestGroup(name, bytes(4), [f"{name}/0", f"{name}/1"], [0, 0]) for name in rows.values()]
+    engines.submit(groups, queue="q")
+    found = [(request.id, request.max_tokens) for group in seen for request in group.requests]
+    assert found == [(f"{rows[2]}/0", 5), (f"{rows[2]}/1", 6), (f"{rows[1]}/0", 3), (f"{rows[1]}/1", 4)]
 
 
 def test_the_processor_ends_rows_where_the_table_says():
