@@ -40,17 +40,12 @@ class FrameCodes:
 
     def of_frame(self, size: int, parts: "Iterable[bytes | bytearray | memoryview]") -> tuple[bytes, bytes]:
         """The codes of the next frame, all of which is known: that of its length, and that of everything."""
-        code = self._keyed.copy()
-        code.update(_NUMBER_AND_LENGTH.pack(self.number, size))
-        self.number += 1
+        code = self.next(size)
         of_length = code.digest()
-        if size < LARGE_BYTES:
-            for part in parts:
-                code.update(part)
-        else:
-            content = hashlib.sha256()
-            for part in parts:
-                content.update(part)
+        content = content_hash(code, size)
+        for part in parts:
+            content.update(part)
+        if content is not code:
             code.update(content.digest())
         return of_length, code.digest()
 
