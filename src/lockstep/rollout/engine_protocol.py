@@ -21,16 +21,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
-class Request(msgspec.Struct):
-    """A request for one completion."""
+class RequestSettings(msgspec.Struct, array_like=True, kw_only=True):
+    """What all requests of a group have in common beside the prompt."""
 
-    id: str
-    group: str
-    """Requests of one group have the same prompt. It is prefilled once, and its keys and values are shared."""
-    prompt: np.ndarray
-    """int32 `[prompt tokens]`."""
-    seed: int
-    """The completion depends on this seed and on nothing else in the batch (up to floating point)."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -43,6 +36,18 @@ class Request(msgspec.Struct):
     keep: bool = False
     """Whether to keep the keys and values of the sequence when it ends: a request may follow whose prompt begins with
     the sequence."""
+
+
+class Request(RequestSettings, array_like=False):
+    """A request for one completion."""
+
+    id: str
+    group: str
+    """Requests of one group have the same prompt. It is prefilled once, and its keys and values are shared."""
+    prompt: np.ndarray
+    """int32 `[prompt tokens]`."""
+    seed: int
+    """The completion depends on this seed and on nothing else in the batch (up to floating point)."""
     images: tuple[PlacedImage, ...] = ()
     """The images of the prompt: the same for all requests of a group."""
 
@@ -116,20 +121,6 @@ class RolloutEngine(Protocol):
 ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
 
 
-class RequestSettings(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of a request that all requests of a step have in common, see `Request`."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    priority: int = 0
-    keep: bool = False
-
-
 class RequestGroup(msgspec.Struct, array_like=True):
     """Requests of a group, which go to the same engine: what they have in common is made and sent once."""
 
@@ -138,7 +129,7 @@ class RequestGroup(msgspec.Struct, array_like=True):
     """int32 `[prompt tokens]`."""
     ids: list[str]
     seeds: list[int]
-    settings: RequestSettings = RequestSettings()
+    settings: RequestSettings = msgspec.field(default_factory=RequestSettings)
     images: tuple[PlacedImage, ...] = ()
 
     @classmethod
@@ -146,11 +137,12 @@ class RequestGroup(msgspec.Struct, array_like=True):
         """Groups of requests with the same name, prompt, images and settings, in the order of their first ones."""
         groups: dict[tuple[Any, ...], RequestGroup] = {}
         for request in requests:
-            settings = RequestSettings(*_settings(request))
-            key = request.group, settings, *prompt_key(request)
+            values = _settings(request)
+            key = request.group, values, *prompt_key(request)
             group = groups.get(key)
             if group is None:
                 prompt = np.asarray(request.prompt, np.int32).tobytes()
+                settings = RequestSettings(**dict(zip(RequestSettings.__struct_fields__, values, strict=True)))
                 group = groups[key] = cls(request.group, prompt, [], [], settings, request.images)
             group.ids.append(request.id)
             group.seeds.append(request.seed)

@@ -244,8 +244,8 @@ class RolloutClient:
         chosen = self.sampling if sampling is None else sampling
         uid = prompt.uid + suffix
         settings = RequestSettings(
-            chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p, chosen.max_tokens, tuple(chosen.stop),
-            chosen.ignore_eos, step,
+            temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, min_p=chosen.min_p,
+            max_tokens=chosen.max_tokens, stop=tuple(chosen.stop), ignore_eos=chosen.ignore_eos, priority=step,
         )  # fmt: skip
         tokens = np.asarray(prompt.tokens, np.int32).tobytes()
         seeds = request_seeds(self.seed, step, uid, numbers.values())
