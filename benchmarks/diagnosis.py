@@ -32,7 +32,7 @@ from benchmarks.case_corpus import SURE, KnownCase, own_corpora, read_corpus
 from benchmarks.judge_ablation import Removal, called_functions, removals
 from lockstep.doctor.judge.log_diagnosis import JobRecord, judge_job, read_job
 from lockstep.doctor.knowledge.knowledge_base import FailureRule, KnowledgeBase, load_knowledge
-from lockstep.doctor.logs.log_parser import PLACING_FACTS
+from lockstep.doctor.logs.line_origin import PLACING_FACTS
 from lockstep.watch.diagnosis.verdict import Verdict
 
 BINS = 10

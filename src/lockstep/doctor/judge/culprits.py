@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 
 from lockstep.doctor.judge.hypotheses import NO_FAULT, FailureHypothesis
 from lockstep.doctor.judge.job_history import JobHistory
+from lockstep.doctor.knowledge.knowledge_schema import CulpritSelector
 from lockstep.doctor.logs.line_origin import LineOrigin
 from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.doctor.logs.stack_traces import names_trouble
@@ -130,7 +131,8 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
         for reason, named in _culprits_of_rule(rule, found.matches, history):
             ranks = [each for each in named if each.rank is not None]
             named = ranks if ranks and reason != "captured" else named
-            says_little = {each.rank for each in ranks} >= history.ranks if len(ranks) > 1 else not ranks and first_rank
+            all_ranks = len(ranks) > 1 and {each.rank for each in ranks} >= history.ranks
+            says_little = all_ranks or (not ranks and first_rank)
             reasons = (reason, *other, *(("everyone",) if reason != "captured" and says_little else ()))
             suspects.append(Suspects(_distinct(_unmapped_pids_as_ranks(named, history)), reasons))
     return [each for each in suspects if each.parties]
@@ -171,13 +173,29 @@ def _culprits_of_rule(
 ) -> Iterator[tuple[str, list[Culprit]]]:
     """Yields the culprits according to the matches of one rule, with the reason."""
     same = [match for match in matches if match.rule.id == rule_id]
-    if same[0].rule.signature.culprit == "others":
+    selector = same[0].rule.signature.culprit
+    if selector == "others":
         yield "missing", _missing_participants(same, history)
+        return
+    if not isinstance(selector, str) and selector.facts:
+        yield "line", _culprits_by_facts(same, selector, history)
         return
     raising = _raising(same, history)
     for reason, chosen in (("captured", [each for each in same if _captures_culprit(each)]), ("raised", raising),
                            ("line", same)):  # fmt: skip
         yield reason, [culprit for match in chosen for culprit in _culprits_of_match(match, history)]
+
+
+def _culprits_by_facts(same: Sequence[RuleMatch], selector: CulpritSelector, history: JobHistory) -> list[Culprit]:
+    """Returns what the facts name; but if they are of further hosts, too, where it works, the lines' origins."""
+    facts = next((found for name in selector.facts if (found := history.facts(name))), [])
+    troubled = {each.origin.host for each in history.matches if each.rule.id == same[0].rule.id} - {""}
+    works_elsewhere = troubled and {each.origin.host for each in facts} > troubled
+    own = [culprit for each in same if works_elsewhere and (culprit := _culprit_of_origin(each, history))]
+    if len(own) < len(same):
+        own += [culprit for fact in facts for group in selector.groups if fact.fields.get(group)
+                for culprit in _culprits_of_group(group, fact.fields[group], fact, history)]  # fmt: skip
+    return own
 
 
 def _unmapped_pids_as_ranks(found: Iterable[Culprit], history: JobHistory) -> list[Culprit]:
@@ -236,27 +254,12 @@ def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culpri
         return
     if isinstance(selector, str):
         captured = []
-    elif selector.facts:
-        fact_matches = next((facts for name in selector.facts if (facts := history.facts(name))), [])
-        troubled = {each.origin.host for each in history.matches if each.rule.id == match.rule.id} - {""}
-        if (
-            troubled
-            and {each.origin.host for each in fact_matches} > troubled
-            and (own := _culprit_of_origin(match, history))
-        ):
-            yield own  # on the other hosts it works
-            return
-        for fact_match in fact_matches:
-            for group in selector.groups:
-                if fact_match.fields.get(group):
-                    yield from _culprits_of_group(group, fact_match.fields[group], fact_match, history)
-        return
     else:
         captured = [(group, match.fields[group]) for group in selector.groups if match.fields.get(group)]
         captured = captured if selector.all else captured[:1]
     for group, value in captured:
         yield from _culprits_of_group(group, value, match, history)
-    about = [] if captured else [each for each in history.facts("party_failed") if each.place == match.place]
+    about = [] if captured else history.failed_parties.get(match.place, [])
     for each in about:
         yield from _parties(each, history)
     if not captured and not about and (culprit := _culprit_of_origin(match, history)) is not None:

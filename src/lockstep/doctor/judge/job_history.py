@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from lockstep.doctor.judge import job_end
 from lockstep.doctor.logs import attempts
 from lockstep.doctor.logs.attempts import earlier_attempts, last_attempt_start
-from lockstep.doctor.logs.line_origin import LineOrigin, ranks_by_pid
+from lockstep.doctor.logs.line_origin import PLACING_FACTS, LineOrigin, ranks_by_pid
 from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch, StepCounter
 from lockstep.doctor.logs.stack_traces import Traceback, is_graceful
 from lockstep.doctor.logs.step_progress import StepHistory
@@ -76,6 +76,14 @@ class JobHistory:
         for each in self.matches:
             if each.rule.signature.fact:
                 found[each.rule.signature.fact].append(each)
+        return found
+
+    @cached_property
+    def failed_parties(self) -> Mapping[tuple[int, int], list[RuleMatch]]:
+        """What lines call failed, by their places."""
+        found: dict[tuple[int, int], list[RuleMatch]] = defaultdict(list)
+        for each in self.facts("party_failed"):
+            found[each.place].append(each)
         return found
 
     @cached_property
@@ -206,9 +214,7 @@ class JobHistory:
 
     @cached_property
     def rank_of_pid(self) -> Mapping[int, int]:
-        reports = [
-            {"pid": str(each.origin.pid or ""), **each.fields} for each in self.facts("placed") + self.facts("exit")
-        ]
+        reports = [(each.origin, each.fields) for name in PLACING_FACTS for each in self.facts(name)]
         origins = [origin for log in self.logs for origin in log.origins] + [each.origin for each in self.matches]
         return ranks_by_pid(reports, origins, one_host=len(self.nodes) <= 1 and len(self.ranks) <= _RANKS_PER_HOST)
 

@@ -56,6 +56,8 @@ class LineOrigin:
 
 
 UNKNOWN_ORIGIN: LineOrigin = LineOrigin()
+PLACING_FACTS = "placed", "exit"
+"""Facts that say which process a rank is."""
 Forms = tuple[re.Pattern[str], ...]
 """Patterns for prefixes, each with a group `label`, the number of a rank, or `name`, of a host."""
 
@@ -373,16 +375,17 @@ def with_rank_of_pid(origin: LineOrigin, ranks: Mapping[int, int]) -> LineOrigin
 
 
 def ranks_by_pid(
-    reports: Iterable[Mapping[str, str]], origins: Iterable[LineOrigin], *, one_host: bool
+    reports: Iterable[tuple[LineOrigin, Mapping[str, str]]], origins: Iterable[LineOrigin], *, one_host: bool
 ) -> dict[int, int]:
     """Returns the rank of each pid.
 
     Args:
-        reports: Fields of lines that name pid and rank, or pid and local rank.
+        reports: Origin and fields of the lines of `PLACING_FACTS`. They name rank or local rank; a pid that they do not
+            name is that of the line.
         origins: Origins, some with both pid and rank. A pid that several ranks have, on different hosts, is ignored.
         one_host: Whether the job has one host, so that the local rank is the rank.
     """
-    fields = [each for each in reports if each.get("pid")]
+    fields = [named for origin, each in reports if (named := {"pid": str(origin.pid or ""), **each})["pid"]]
     found = {int(each["pid"]): int(each["rank"]) for each in fields if each.get("rank")}
     ranks_of_pid: dict[int, set[int]] = defaultdict(set)
     for origin in origins:

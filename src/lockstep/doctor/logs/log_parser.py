@@ -53,8 +53,6 @@ _IGNORED_EXCEPTION = "Exception ignored in"
 """Python prints this before an exception in a finaliser, after which the process continues."""
 _LOGGED = re.compile(r"^.{0,60}\b(?:ERROR|WARN(?:ING)?|EXCEPTION)\b(?!.{0,400}\bTraceback )")
 """A record of a logger. A traceback below it was printed by a handler of the exception, not by the end of a process."""
-PLACING_FACTS = "placed", "exit"
-"""Facts that say which process a rank is: lines of its pid are lines of the rank."""
 _INTERLEAVED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
 _PROGRESS_BAR = re.compile(r"\d(?:/\d+|[a-z]{2,12}) \[\d[\d:]*(?:<[\d:?]+)?(?:, [^\]]*)?\]\s*(?=\S)")
 """A progress bar followed by other text on the same line."""
@@ -121,8 +119,8 @@ class LogParser:
         known = line_origin.ranks_by_label([*found.origins, *reported])
         offset = line_origin.local_rank_offset(each.fields for each in found.matches)
         of_label = line_origin.label_resolver(known, offset)
-        reports = [{"pid": str(each.origin.pid or ""), **each.fields} for each in found.matches
-                   if each.rule.signature.fact in PLACING_FACTS]  # fmt: skip
+        placing = [each for each in found.matches if each.rule.signature.fact in line_origin.PLACING_FACTS]
+        reports = [(each.origin, each.fields) for each in placing]
         pids = line_origin.ranks_by_pid(reports, map(of_label, found.origins), one_host=False)
         self._resolve_origins(lambda origin: line_origin.with_rank_of_pid(of_label(origin), pids))
         return found

@@ -246,7 +246,8 @@ def test_an_exception_after_a_task_label_is_the_exception_of_the_rank(tmp_path: 
 
 
 def test_explicit_ranks_take_precedence() -> None:
-    reports = [{"pid": "7", "rank": "3", "local": "1"}, {"pid": "8", "local": "2"}, {"code": "1"}]
+    fields = [{"pid": "7", "rank": "3", "local": "1"}, {"pid": "8", "local": "2"}, {"code": "1"}]
+    reports = [(LineOrigin(), each) for each in fields]
     assert ranks_by_pid(reports, [LineOrigin(5, pid=7)], one_host=True) == {7: 3, 8: 2}
     assert ranks_by_pid(reports, [], one_host=False) == {7: 3}
 
