@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,9 @@ UNIT = Path(__file__).with_name("unit")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in what a shell starts in the background; the processes that tests interrupt would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("lockstep")
 

@@ -210,15 +210,7 @@ def test_deaths_are_not_retried_forever(pool, tmp_path):
     assert (done.rewards == 1).all()
 
 
-@pytest.fixture
-def ctrl_c():
-    """Ctrl-C interrupts this process, even if it was started in the background by a shell that has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_ends_running_calls(pool, ctrl_c):
+def test_ctrl_c_ends_running_calls(pool):
     scorers = pool("slow_but_steady", workers=2)
     scorers.start()
     timer = threading.Timer(1.0, signal.raise_signal, [signal.SIGINT])
