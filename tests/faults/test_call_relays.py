@@ -26,10 +26,9 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
 from lockstep.cluster.rpc import relayed_connection
 from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
 from lockstep.cluster.rpc.group_calls import submit_all
-from lockstep.cluster.rpc.relay_messages import RELAY_FILE
 from lockstep.cluster.rpc.relayed_connection import RelayedConnection
 from lockstep.config.cluster import LocalClusterConfig as Config
-from lockstep.watch.agent.service_discovery import ServiceAddress
+from lockstep.watch.agent.service_discovery import RELAY_FILE, ServiceAddress
 
 WORKERS = 3
 

@@ -22,7 +22,7 @@ from needed_systems import TEST_PATHS, needs_namespaces, needs_ray
 import lockstep
 from benchmarks.faults.ray_hosts import Hosts, until
 from lockstep.base.wait_state import WaitTimeout
-from lockstep.cluster import agent_cluster
+from lockstep.cluster import call_relays
 from lockstep.cluster.placement.assignment import DoesNotFit
 from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
@@ -118,7 +118,7 @@ def test_a_disconnected_host(hosts: Hosts, tmp_path: Path) -> None:
 def test_workers_of_another_host_are_called_through_its_relay(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent_cluster, "DIRECT_NODES", 1)
+    monkeypatch.setattr(call_relays, "DIRECT_NODES", 1)
     with opened(hosts, tmp_path) as cluster:
         workers = cluster.start([engine(0), engine(1)])
         far = remote_worker(workers)
@@ -127,7 +127,8 @@ def test_workers_of_another_host_are_called_through_its_relay(
         assert gather_results(submit_all(workers, Plain.add, [(1,), (2,)]), "sums") == [1, 2]
         assert not isinstance(near.connection, RelayedConnection), "the controller's host needs none"
         pending = far.submit(Plain.sleep, 2.0)
-        (relay,) = [relay for node, relay in cluster._relays._relays.items() if not node.is_local]
+        (relay,) = cluster._relays._relays.values()
+        assert relay.node is far.node and relay.address.host == "127.0.0.1", "a relay of one node"
         assert relay.agent.kill(relay.name)
         assert pending.result("during the relay's end") == 2.0
         await_relay(far, other_than=link)

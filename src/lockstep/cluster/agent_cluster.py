@@ -38,8 +38,6 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorClient, Superv
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
-DIRECT_NODES = 2
-"""With more nodes, workers on other hosts than the controller's are called through call relays."""
 KILL_TIMEOUT_S = 10.0
 """SIGKILL ends a process within moments, unless it is in a driver call that does not return."""
 
@@ -86,7 +84,7 @@ class AgentCluster(ABC):
         self._supervision: SupervisorClient | None = None
         self._pid = os.getpid()
         self._server = RpcServer(self._token, run, generation, self._tick, host, self.ports)
-        self._relays = CallRelays(self._server, run, generation, lambda: self._closing or self._superseded)
+        self._relays = CallRelays(self._server, run, generation, lambda: self._closing or self._superseded, self.ports)
         atexit.register(self.close)
 
     @abstractmethod
@@ -135,7 +133,7 @@ class AgentCluster(ABC):
         try:
             self._spawn(specs, others, workers)
             self._spawn(specs, self._orphans.failed_adoptions(claimed), workers)
-            self._relays.ensure({each.node for each in workers.values() if self._has_relay(each.node)})
+            self._relays.ensure({each.node for each in workers.values()}, len(self._nodes))
             gather_results([worker.started for worker in workers.values()], why="start")
         except BaseException:
             self._kill(list(workers.values()))
@@ -281,9 +279,9 @@ class AgentCluster(ABC):
         agents = [node.agent for node in self._nodes if node.agent is not None]
         return [replace(agent.address, generation=self._generation) for agent in agents]
 
-    def _has_relay(self, node: ClusterNode) -> bool:
-        """Whether the node has a call relay."""
-        return not node.is_local and len(self._nodes) > DIRECT_NODES
+    def _planned_workers(self, node: ClusterNode) -> int:
+        """How many workers the node will have, as far as they are planned."""
+        return 0
 
     def _spawn(self, specs: Sequence[WorkerSpec], which: Sequence[int], workers: dict[int, RemoteWorker]) -> None:
         """Starts the processes of some specs (`which`: their indices) and adds their handles to `workers`."""
@@ -316,6 +314,7 @@ class AgentCluster(ABC):
             raise worker.death from error
 
     def _handle(self, spec: WorkerSpec, node: ClusterNode) -> RemoteWorker:
+        self._relays.place(node, self._planned_workers(node), len(self._nodes))
         limits = self._limits.stall_limit_s, self._limits.notice_after_s
         worker = RemoteWorker(spec, node, self._run, self._server.call_ids, *limits, self._server.connection_changed)
         self._server.add(worker)
@@ -352,8 +351,9 @@ class AgentCluster(ABC):
 
     def _tick(self) -> None:
         """Detects progress of workers that send no messages, and deaths that no agent can report; replaces a rendezvous
-        store that has ended. Runs in the RPC server's thread twice a second."""
+        store and relays that have ended. Runs in the RPC server's thread twice a second."""
         self._store.check()
+        self._relays.check()
         by_node: dict[ClusterNode, list[RemoteWorker]] = {}
         for worker in self._server.workers:
             if not worker.dead and worker.pid:

@@ -40,7 +40,8 @@ class ClusterNode:
         self.agent: AgentClient | None = None
         """The node's agent; None before it has started."""
         self.calls = OpenCalls()
-        """The open calls of its workers, which may be called by one message."""
+        """The open calls of its workers, which may be called by one message; and of those of nodes that share its call
+        relay, from before it has a worker."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.info.name})"

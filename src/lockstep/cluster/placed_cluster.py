@@ -96,6 +96,9 @@ class PlacedCluster(AgentCluster):
         placement = self._reservations.placement_of(planned_name(spec.name))
         return () if placement is None else placement.gpus
 
+    def _planned_workers(self, node: ClusterNode) -> int:
+        return self._reservations.processes_on(node.id)
+
     def _node_of(self, node_id: str) -> ClusterNode | None:
         """The node with that id."""
         return next((each for each in self._nodes if each.id == node_id), None)

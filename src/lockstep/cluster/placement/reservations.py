@@ -88,6 +88,10 @@ class ReservationTable:
         held = next((each for each in self.held if name in each.gpus), None)
         return None if held is None else ProcessPlacement(held.node, held.gpus[name])
 
+    def processes_on(self, node: str) -> int:
+        """How many processes have their places on a node."""
+        return sum(len(each.gpus) for each in self.held if each.node == node)
+
     def needs_gpus(self, name: str) -> bool:
         return self._requests[name].gpus > 0
 

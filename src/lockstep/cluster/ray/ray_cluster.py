@@ -301,6 +301,7 @@ class RayCluster(PlacedCluster):
         log.warning("the run's actor on %s has ended", node.info.name)
         with self._lock:
             self._nodes = [each for each in self._nodes if each is not node]
+        self._relays.remove(node)
 
     # --- places
 

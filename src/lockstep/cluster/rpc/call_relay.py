@@ -1,4 +1,4 @@
-"""The part of a call relay that needs no sockets: hands calls out to the workers of a node and gathers their results.
+"""The part of a call relay that needs no sockets: hands calls out to the workers behind it, and gathers their results.
 
 The controller sends one message for a call of all these workers, and gets one with all their results. Nothing is kept
 here beyond that moment: workers keep results until the controller has acknowledged them, and the controller keeps calls
@@ -27,6 +27,7 @@ from lockstep.cluster.rpc.relay_messages import (
     RelayedCalls,
     RelayedFrames,
     RelayedResults,
+    RelayListens,
     cut_batches,
     cut_columns,
     pack_relayed,
@@ -43,6 +44,7 @@ from lockstep.cluster.rpc.rpc_messages import (
     pack_message,
     unpack_to_controller,
 )
+from lockstep.watch.agent.service_discovery import ServiceAddress
 
 DELAY_S = 0.02
 """How long a result waits for those of the other workers that got the same call, and a heartbeat for theirs."""
@@ -82,7 +84,7 @@ class _Channel:
 
 
 class CallRelay:
-    """Carries messages between the workers of a node and the controller. Not thread-safe.
+    """Carries messages between workers and the controller. Not thread-safe.
 
     Args:
         send: queues a frame, given as parts, for the controller.
@@ -108,6 +110,10 @@ class CallRelay:
         """Monotonic time at which `flush` must be called."""
         self.blocked: set[int] = set()
         """Channels whose connections have data left to write."""
+
+    def listens(self, address: ServiceAddress) -> None:
+        """Tells the controller where workers can connect."""
+        self._send_up(pack_relayed(RelayListens(address)))
 
     def open(self, name: str, connection: WorkerEnd) -> int:
         """Adds the connection of a worker and returns its channel."""

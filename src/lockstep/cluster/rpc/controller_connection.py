@@ -21,7 +21,6 @@ from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, HandshakeRefused, WireError
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.rpc.codec import Payload
-from lockstep.cluster.rpc.relay_messages import RELAY_FILE
 from lockstep.cluster.rpc.rpc_messages import (
     START_CALL_ID,
     AckMessage,
@@ -37,7 +36,7 @@ from lockstep.cluster.rpc.rpc_messages import (
     unpack_to_worker,
 )
 from lockstep.cluster.rpc.service_runner import ServiceRunner
-from lockstep.watch.agent.service_discovery import Leader, ServiceAddress
+from lockstep.watch.agent.service_discovery import RELAY_FILE, Leader, ServiceAddress
 from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.procfs.processes import is_alive
 
@@ -49,7 +48,10 @@ CLOSE_LIMIT_S = 2.0
 MIN_CONNECTION_S = 1.0
 """A connection that ends sooner than this is treated as not accepted."""
 AVOID_RELAY_S = 10.0
-"""How long a worker does without its node's relay after that has not served it."""
+"""How long a worker does without a relay that has not served it; each further time it is twice as long."""
+MAX_AVOID_RELAY_S = 600.0
+RELAY_CONNECT_S = 2.0
+"""How long a worker tries to connect to a relay, which may be on a host that it cannot reach."""
 ORPHANED_EXIT_CODE = 75
 """Exit code of a worker whose controller is gone."""
 
@@ -68,7 +70,9 @@ class ControllerConnection:
         self._connection: Connection | None = None
         self._relay: ServiceAddress | None = None
         """The relay through which the connection leads; None for one with the controller itself."""
-        self._avoid_relay_until = 0.0
+        self._avoided: ServiceAddress | None = None
+        """A relay that has not served this worker."""
+        self._avoid_s = self._avoid_until = 0.0
         self._received = START_CALL_ID
         self._kept: dict[int, tuple[bytes, Payload | bytearray]] = {}
         self._lost_since = self._leader_gone_since = self._connected_at = time.monotonic()
@@ -126,7 +130,7 @@ class ControllerConnection:
         while True:
             if self._connection is None or time.monotonic() >= self._heartbeat_at:
                 self._follow_leader()
-                self._prefer_relay()
+                self._follow_relay()
             if self._connection is None and time.monotonic() >= self._connect_at:
                 self._connect()
             self._check_lease()
@@ -207,49 +211,72 @@ class ControllerConnection:
         self._service.renew()
 
     def _connect(self) -> None:
-        leader, relay = self._leader, self._available_relay()
-        host, port = (leader.host, leader.port) if relay is None else (relay.host, relay.port)
+        relay = self._published_relay()
+        if relay is not None and not self._avoids(relay):
+            self._connect_to(relay)
+            return
         try:
-            connection = auth_handshake.connect(
-                host, port, token=self._token, run=self._run_id, generation=leader.generation,
-                name=self._name, timeout_s=5.0,
-            )  # fmt: skip
+            connection = self._dial(self._leader.host, self._leader.port, 5.0)
         except WireError as error:
-            if relay is not None:
-                self._avoid_relay_until = time.monotonic() + AVOID_RELAY_S
-                return
             if isinstance(error, HandshakeRefused) and error.proven:
                 self._refused = error.why
             self._connect_later()
             return
+        self._use(connection, None)
+
+    def _connect_to(self, relay: ServiceAddress) -> None:
+        """Connects to a relay. If that fails, the worker avoids it, and keeps the connection that it has."""
+        try:
+            connection = self._dial(relay.host, relay.port, RELAY_CONNECT_S)
+        except WireError as error:
+            _write_log_line(f"{error}; doing without the call relay")
+            self._avoid(relay)
+            return
+        self._use(connection, relay)
+
+    def _dial(self, host: str, port: int, timeout_s: float) -> Connection:
+        return auth_handshake.connect(
+            host, port, token=self._token, run=self._run_id, generation=self._leader.generation, name=self._name,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+
+    def _use(self, connection: Connection, relay: ServiceAddress | None) -> None:
+        """Uses a new connection in place of the one before it. What is on its way there is sent again."""
         with self._lock:
+            if self._connection is not None:
+                self._connection.close()
             self._connection, self._relay, self._connected_at = connection, relay, time.monotonic()
             self._send(*pack_message(ResumeMessage(self._received, os.getpid())))
             for parts in list(self._kept.values()):
                 self._send(*parts)
         self._orphan_since = None
 
-    def _available_relay(self) -> ServiceAddress | None:
-        """The call relay of this node, if it serves workers of the current controller."""
-        if time.monotonic() < self._avoid_relay_until:
-            return None
+    def _published_relay(self) -> ServiceAddress | None:
+        """The call relay that serves this node's workers for the current controller."""
         try:
             relay = ServiceAddress.parse((run_shm_dir(self._run_id) / RELAY_FILE).read_bytes())
         except (OSError, ValueError):
             return None
-        current = relay.generation == self._leader.generation and is_alive(relay.pid, relay.start_ticks)
-        return relay if current else None
+        return relay if relay.generation == self._leader.generation else None
 
-    def _prefer_relay(self) -> None:
-        """Ends a connection with the controller itself if the node has a relay now; the next one leads through it. What
-        is on its way is sent again."""
-        connection = self._connection
-        if connection is None or self._relay is not None or connection.pending or self._available_relay() is None:
+    def _follow_relay(self) -> None:
+        """Connects to the node's relay if there is one now, and leaves one that is there no more: with its host it may
+        have ended without closing its connections."""
+        connection, relay = self._connection, self._published_relay()
+        if connection is None or relay == self._relay:
             return
-        with self._lock:
-            if self._connection is connection:
-                connection.close()
-                self._connection, self._connect_at = None, 0.0
+        if self._relay is not None:
+            self._drop(connection, "the call relay was given up")
+        elif relay is not None and not connection.pending and not self._avoids(relay):
+            self._connect_to(relay)
+
+    def _avoids(self, relay: ServiceAddress) -> bool:
+        return relay == self._avoided and time.monotonic() < self._avoid_until
+
+    def _avoid(self, relay: ServiceAddress) -> None:
+        """Does without a relay for a while, because it has not served this worker."""
+        self._avoid_s = min(2 * self._avoid_s, MAX_AVOID_RELAY_S) if relay == self._avoided else AVOID_RELAY_S
+        self._avoided, self._avoid_until = relay, time.monotonic() + self._avoid_s
 
     def _connect_later(self) -> None:
         now = time.monotonic()
@@ -267,7 +294,7 @@ class ControllerConnection:
             self._connection = None
             early = time.monotonic() - self._connected_at < MIN_CONNECTION_S
             if early and self._relay is not None:
-                self._avoid_relay_until = time.monotonic() + AVOID_RELAY_S
+                self._avoid(self._relay)
             if early and self._relay is None:
                 self._connect_later()
             else:

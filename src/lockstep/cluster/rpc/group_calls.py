@@ -9,7 +9,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from lockstep.base.transport.frames import Buffer
-from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import PendingResult, Worker
 from lockstep.cluster.rpc.codec import OWN_BYTES, MethodSignature, Payload, signature_of
 from lockstep.cluster.rpc.futures import CallGroup
@@ -44,7 +43,7 @@ class WorkerColumns(Protocol):
 @dataclass(frozen=True, slots=True)
 class Scattered:
     """Arguments of a call of many workers. The first one is a tuple of shared values and the worker's own bytes, which
-    are sent in columns: the relay of a node cuts them up for its workers."""
+    are sent in columns, which a relay cuts up for its workers."""
 
     own: WorkerColumns
     others: tuple[Any, ...] = ()
@@ -124,8 +123,8 @@ def submit_all(
     method: Callable[Concatenate[Any, P], R],
     arguments: Iterable[tuple[Any, ...]] | Scattered,
 ) -> Sequence[PendingResult[R]]:
-    """Submits a call to each of these workers, with the positional arguments that belong to it. A node with a call
-    relay gets one message for all its workers, any other worker one of its own.
+    """Submits a call to each of these workers, with the positional arguments that belong to it. A call relay gets one
+    message for all its workers, any other worker one of its own.
 
     Raises:
         TypeError: as `RemoteWorker.submit`. Some workers may have been called.
@@ -136,17 +135,17 @@ def submit_all(
 def submit_in_turn(workers: Sequence[Worker], *calls: MethodCall) -> list[Sequence[PendingResult[Any]]]:
     """Like `submit_all` for several calls of the same workers, which follow each other: a relay gets one message for
     all of them. Returns the results of each call."""
-    by_node = _by_node(tuple(workers))
-    if by_node is None:
+    by_relay = _by_relay(tuple(workers))
+    if by_relay is None:
         return [_submit_each(workers, *call) for call in calls]
     new = [_NewCall.of(workers, *call) for call in calls]
-    for of_node in by_node:
-        _send(new, of_node)
+    for together in by_relay:
+        _send(new, together)
     return [call.group for call in new]
 
 
-class _OfNode:
-    """Workers of one node that are called together, and how they are reached."""
+class _SideBySide:
+    """Workers of one node, or of nodes that share a call relay, that are called together, and how they are reached."""
 
     def __init__(self) -> None:
         self.workers: list[RemoteWorker] = []
@@ -160,8 +159,8 @@ class _OfNode:
     def routes(
         self, calls: OpenCalls
     ) -> tuple[CallRelayLink | None, list[RemoteWorker], list[int], list[RemoteWorker]]:
-        """The node's relay, if it has one, the workers behind it and their channels, and the other workers. The caller
-        holds the lock of the node's calls."""
+        """Their relay, if they have one, the workers behind it and their channels, and the other workers. The caller
+        holds the lock of these calls."""
         if self._links != calls.links:
             self._links = calls.links
             self._link = next((worker.link for worker in self.workers if worker.link is not None), None)
@@ -173,17 +172,17 @@ class _OfNode:
 
 
 @lru_cache(maxsize=64)
-def _by_node(workers: tuple[Worker, ...]) -> list[_OfNode] | None:
-    """The workers of each node, in their order: those of a role are called many times, and stay on their nodes. None if
-    one is of another cluster, or called twice."""
-    found: dict[ClusterNode, _OfNode] = {}
+def _by_relay(workers: tuple[Worker, ...]) -> list[_SideBySide] | None:
+    """The workers that share a relay, in their order: those of a role are called many times, and stay on their nodes.
+    None if one is of another cluster, or called twice."""
+    found: dict[OpenCalls, _SideBySide] = {}
     for worker in workers:
         if not isinstance(worker, RemoteWorker):
             return None
-        of_node = found.get(worker.node)
-        if of_node is None:
-            of_node = found[worker.node] = _OfNode()
-        of_node.workers.append(worker)
+        together = found.get(worker.node.calls)
+        if together is None:
+            together = found[worker.node.calls] = _SideBySide()
+        together.workers.append(worker)
     return list(found.values()) if len(set(workers)) == len(workers) else None
 
 
@@ -242,12 +241,12 @@ def _encode(
     return _OwnArguments(dict(zip(workers, payloads, strict=True)))
 
 
-def _send(new: Sequence[_NewCall], of_node: _OfNode) -> None:
-    """Sends calls to workers of one node, with its lock, so that calls of other threads come before or after them on
-    the link to its relay, as their ids say."""
-    calls = of_node.workers[0].node.calls
+def _send(new: Sequence[_NewCall], together: _SideBySide) -> None:
+    """Sends calls to workers that share a relay, with the lock of their calls, so that calls of other threads come
+    before or after them on the link to the relay, as their ids say."""
+    calls = together.workers[0].node.calls
     with calls.lock:
-        link, there, channels, alone = of_node.routes(calls)
+        link, there, channels, alone = together.routes(calls)
         if link is not None:
             link.send_calls([each for call in new for each in call.enter(calls, link, there, channels)])
         for worker in alone:

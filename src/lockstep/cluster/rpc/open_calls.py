@@ -1,4 +1,4 @@
-"""The calls of a node's workers that are not answered yet."""
+"""The calls of the workers of a node, or of nodes that share a call relay, that are not answered yet."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -37,17 +37,17 @@ class RelayedArguments(msgspec.Struct):
 
 
 class OpenCall(msgspec.Struct, eq=False):
-    """One message's call of one or several workers of a node, kept until all of them have answered."""
+    """One message's call of one or several workers behind a relay, kept until all of them have answered."""
 
     number: int
     """The id of the call, the same for these workers."""
     group: CallGroup[Any]
-    """What waits for the results of all its workers, also of other nodes."""
+    """What waits for the results of all its workers, also of those behind other relays."""
     signature: MethodSignature
     arguments: CallArguments
     workers: "Sequence[RemoteWorker]"
     channels: list[int] = []
-    """The channels of the workers in their node's relay; none for a worker that is called by itself."""
+    """The channels of the workers in their relay; none for a worker that is called by itself."""
     link: "CallRelayLink | None" = None
     """The connection to that relay. A relay that replaces it numbers its channels anew."""
     left: "set[RemoteWorker] | None" = None
@@ -59,13 +59,13 @@ class OpenCall(msgspec.Struct, eq=False):
 
 
 class OpenCalls:
-    """The open calls of the workers of one node, by id. A call is entered and sent while `lock` is held, so that calls
-    of several threads leave in the order of their ids."""
+    """The open calls of the workers of one node, or of nodes that share a call relay, by id. A call is entered and sent
+    while `lock` is held, so that calls of several threads leave in the order of their ids."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.links = 0
-        """How often a worker of the node has connected or lost its connection."""
+        """How often one of the workers has connected or lost its connection."""
         self._calls: dict[int, OpenCall] = {}
 
     def add(self, call: OpenCall) -> None:

@@ -1,8 +1,9 @@
-"""`python -m lockstep.cluster.rpc.relay_main`: the call relay of a node, a process that the node's agent starts.
+"""`python -m lockstep.cluster.rpc.relay_main`: the call relay of a node or several, a process that an agent starts.
 
-Workers of the node find it by a file in the run's shared memory and connect to it instead of the controller; it keeps
-one connection to the controller for all of them. It listens on the loopback interface only, and with the run's token
-like every process of a run. While the controller is not reachable, it has no file and no connections.
+It tells the controller where it listens, whose agents show it to the workers. These connect to it instead of the
+controller, to which it keeps one connection for all of them. It listens on loopback if it serves one node only, else at
+the address of its node; and with the run's token, like every process of a run. While the controller is not reachable,
+it does not listen and has no connections.
 """
 
 import contextlib
@@ -14,12 +15,10 @@ import time
 from pathlib import Path
 
 from lockstep.base import waits
-from lockstep.base.folders import run_shm_dir
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, WireError
 from lockstep.base.transport.run_token import TOKEN_VARIABLE
 from lockstep.cluster.rpc.call_relay import CallRelay
-from lockstep.cluster.rpc.relay_messages import RELAY_FILE
 from lockstep.cluster.rpc.rpc_messages import MANIFEST_VARIABLE, WorkerManifest
 from lockstep.watch.agent.service_discovery import Leader, ServiceAddress
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
@@ -29,15 +28,16 @@ log = logging.getLogger(__name__)
 ALIVE_S = 1.0
 """How often the relay reports that it is alive, and looks whether the run has another controller."""
 RECONNECT_PAUSE_S = 0.2
-_HOST = "127.0.0.1"
 
 
 class RelayProcess:
-    """Connects to the run's controller, and serves the workers of this node while the connection lasts."""
+    """Connects to the run's controller, and serves workers while the connection lasts. Raises KeyError for a manifest
+    that does not say where to listen."""
 
     def __init__(self, manifest: WorkerManifest, token: str) -> None:
         self._manifest, self._token = manifest, token
-        self._file = run_shm_dir(manifest.run) / RELAY_FILE
+        host, ports = manifest.arguments["host"], manifest.arguments["ports"]
+        self._where = str(host), None if ports is None else (int(ports[0]), int(ports[1]))
 
     def run(self) -> None:
         """Returns when a later controller has the run, whose relays it starts itself. The agent ends this process when
@@ -54,6 +54,7 @@ class RelayProcess:
                 continue
             with controller:
                 self._serve(controller)
+            waits.sleep(RECONNECT_PAUSE_S, "the controller")
 
     def _leader(self) -> Leader | None:
         """The controller that started this relay, unless another one has taken over the run."""
@@ -62,25 +63,25 @@ class RelayProcess:
 
     def _serve(self, controller: Connection) -> None:
         run, generation = self._manifest.run, self._manifest.generation
-        with auth_handshake.Listener(self._token, run, generation, self._manifest.name, _HOST) as listener:
-            session = _Session(controller, listener)
-            ServiceAddress(run, generation, _HOST, listener.port, os.getpid()).publish(self._file)
+        with auth_handshake.Listener(self._token, run, generation, self._manifest.name, *self._where) as listener:
+            address = ServiceAddress(run, generation, listener.host, listener.port, os.getpid())
+            session = _Session(controller, listener, address)
             try:
                 while self._leader() is not None:
                     session.serve(ALIVE_S)
             except (WireError, ValueError) as error:
-                log.warning("%s; the workers of this node connect to the controller themselves", error)
+                log.warning("%s; the workers connect to the controller themselves", error)
             finally:
-                ServiceAddress.remove(self._file)
                 session.close()
 
 
 class _Session:
     """One connection to the controller, and those of the workers meanwhile."""
 
-    def __init__(self, controller: Connection, listener: auth_handshake.Listener) -> None:
+    def __init__(self, controller: Connection, listener: auth_handshake.Listener, address: ServiceAddress) -> None:
         self._controller, self._listener = controller, listener
         self._relay = CallRelay(lambda parts: controller.queue(*parts))
+        self._relay.listens(address)
         self._workers = selectors.EpollSelector()
         self._writing: set[int] = set()
         """Channels whose connections the selector watches for room to write."""
@@ -96,6 +97,7 @@ class _Session:
         """Relays for so long, then reports that this process is alive. Raises WireError if the controller's connection
         breaks, ValueError for a malformed frame."""
         until = time.monotonic() + seconds
+        self._write()
         while (now := time.monotonic()) < until:
             for key, _ in self._selector.select(max(0.0, min(until, self._relay.due) - now)):
                 if key.fileobj is self._listener:

@@ -1,4 +1,4 @@
-"""What the controller and the call relay of a node exchange: the frames of many workers, several in one.
+"""What the controller and a call relay exchange: the frames of many workers, several in one.
 
 A *channel* is the connection of one worker to the relay. It has a number that the relay never uses again, so that a
 frame for a worker's previous connection is not mistaken for one of its next. Calls and results, of which there are
@@ -14,9 +14,8 @@ import msgspec
 
 from lockstep.base.transport.frames import Buffer
 from lockstep.cluster.rpc.rpc_messages import ALIGN, PADDING, pack_body, split_frame
+from lockstep.watch.agent.service_discovery import ServiceAddress
 
-RELAY_FILE = "call-relay.json"
-"""The relay's address, in the run's shared memory on its node: a `ServiceAddress`."""
 SAME = -1
 """In place of the size of a small payload that equals the one before it and is not sent again: ranks answer alike."""
 MAX_BATCH_BYTES = 32 << 20
@@ -75,6 +74,12 @@ class RelayedResults(msgspec.Struct, tag=3, array_like=True):
     """Of each result, or `SAME`."""
 
 
+class RelayListens(msgspec.Struct, tag=9, array_like=True):
+    """Relay to controller, first: where workers may connect to it."""
+
+    address: ServiceAddress
+
+
 class ChannelOpened(msgspec.Struct, tag=4, array_like=True):
     """Relay to controller: a worker has connected."""
 
@@ -102,7 +107,7 @@ class RelayAlive(msgspec.Struct, tag=6, array_like=True):
 
 
 ToRelay = RelayedCalls | RelayedFrames | RelayedAcks | ChannelClosed
-FromRelay = RelayedFrames | CallResults | RelayedResults | ChannelOpened | ChannelClosed | RelayAlive
+FromRelay = RelayListens | RelayedFrames | CallResults | RelayedResults | ChannelOpened | ChannelClosed | RelayAlive
 
 _to_relay = msgspec.msgpack.Decoder(ToRelay)
 _from_relay = msgspec.msgpack.Decoder(FromRelay)

@@ -1,10 +1,11 @@
-"""The controller's end of a call relay: one connection that carries those of all workers of a node."""
+"""The controller's end of a call relay: one connection that carries those of all workers behind it."""
 
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.base.transport.frames import BULK_BYTES, Buffer, Connection, WireError
@@ -20,12 +21,13 @@ from lockstep.cluster.rpc.relay_messages import (
     RelayedCalls,
     RelayedFrames,
     RelayedResults,
+    RelayListens,
     pack_relayed,
     split_payloads,
     unpack_from_relay,
 )
 from lockstep.cluster.rpc.rpc_messages import pack_body
-from lockstep.watch.agent.service_discovery import PeerHeartbeat
+from lockstep.watch.agent.service_discovery import PeerHeartbeat, ServiceAddress
 
 if TYPE_CHECKING:
     from lockstep.cluster.rpc.remote_worker import RemoteWorker
@@ -35,9 +37,20 @@ log = logging.getLogger(__name__)
 RELAY_SILENT_S = 10.0
 """A relay that is silent for so long is killed: it reports once a second, and its workers can do without it."""
 
-
 _CLOSED = None, None
 """In place of a connection, and its worker, that is closed here; the relay will learn it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRelay:
+    """A call relay that may connect. Its functions are called in the server's thread."""
+
+    calls: OpenCalls
+    """Those of the workers that it serves."""
+    listens: Callable[[ServiceAddress | None], None]
+    """Called with the address at which workers can connect to it, and with None when they can do so no more."""
+    silent: Callable[[], None]
+    """Called when it has been silent for too long, and its connection is closed."""
 
 
 class CallRelayLink:
@@ -47,12 +60,13 @@ class CallRelayLink:
         changed: called when the connection has data left to write, or is closed.
     """
 
-    def __init__(self, connection: Connection, changed: Callable[[Connection], None]) -> None:
-        self.connection, self._changed = connection, changed
+    def __init__(
+        self, connection: Connection, changed: Callable[[Connection], None], expected: ExpectedRelay
+    ) -> None:  # fmt: skip
+        self.connection, self._changed, self.expected = connection, changed, expected
         self.channels: dict[int, tuple[RelayedConnection, RemoteWorker]] = {}
         """The connections of workers, by channel."""
-        self._calls: OpenCalls | None = None
-        """Those of the node, once a worker has connected."""
+        self._calls = expected.calls
         self._called: list[int] = []
         """The channels of the last calls."""
         self._arrived: Arrived = [], [], []
@@ -89,8 +103,10 @@ class CallRelayLink:
         self._written = written
 
     def open(self, channel: int, worker: "RemoteWorker") -> None:
-        """Adds the connection of a worker."""
-        self._calls = worker.node.calls
+        """Adds the connection of a worker. Raises ValueError if the worker is not one of those that the relay serves:
+        its node had another relay before."""
+        if worker.node.calls is not self._calls:
+            raise ValueError(f"{worker.name} has another call relay than {self.connection.peer.name}")
         self.channels[channel] = RelayedConnection(self, channel), worker
 
     def handle_frame(self, frame: bytearray, accept: Callable[["CallRelayLink", int, str], None]) -> None:
@@ -107,6 +123,8 @@ class CallRelayLink:
                     connection, worker = self.channels.get(number, _CLOSED)
                     if worker is not None and connection is not None:
                         _handle_part(worker, connection, part)
+            case RelayListens(address=address):
+                self.expected.listens(address)
             case ChannelOpened(channel=number, name=name):
                 accept(self, number, name)
             case ChannelClosed(channel=number):
@@ -120,7 +138,7 @@ class CallRelayLink:
 
     def _settle_call(self, number: int, payloads: list[memoryview]) -> None:
         """Hands the results of all its workers to a call, and acknowledges them with the next message."""
-        call = None if self._calls is None else self._calls.take_all(number, self)
+        call = self._calls.take_all(number, self)
         if call is not None:
             workers = call.workers
             if len(payloads) == 1:
@@ -156,8 +174,6 @@ class CallRelayLink:
         self, number: int, workers: "Sequence[RemoteWorker | None]", payloads: Sequence[memoryview], now: float
     ) -> None:
         """Hands over results of one call, except those of workers whose connections are closed."""
-        if self._calls is None:
-            return
         call, waiting = self._calls.take_some(number, workers)
         if call is not None and len(waiting) == len(workers):  # as usual
             _settle(call, waiting, payloads, now)

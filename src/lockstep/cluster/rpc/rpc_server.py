@@ -15,7 +15,7 @@ from lockstep.base.network import PortRange
 from lockstep.base.text import count_noun
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import Connection, FrameRefused, WireError
-from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, ExpectedRelay, RelayedConnection
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import LeaveMessage, WorkerConnection, call_id_base, pack_message
 
@@ -58,8 +58,8 @@ class RpcServer:
         """Connections that the selector watches for room to write."""
         self._changed: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         """Connections that have data left to write, or are closed; so that not all connections need checking."""
-        self._relays: dict[str, Callable[[], None]] = {}
-        """By name of a call relay that may connect, what to call if it is silent."""
+        self._relays: dict[str, ExpectedRelay] = {}
+        """The call relays that may connect, by name."""
         self._links: dict[Connection, CallRelayLink] = {}
         """The connections of call relays."""
         self._ends: list[tuple[float, RemoteWorker, Callable[[], None]]] = []
@@ -86,9 +86,9 @@ class RpcServer:
         if self._workers.get(worker.name) is worker:
             self._workers.pop(worker.name, None)  # two threads may stop a worker
 
-    def add_relay(self, name: str, silent: Callable[[], None]) -> None:
-        """Lets a call relay connect. `silent` is called in the server's thread when it has been silent for too long."""
-        self._relays[name] = silent
+    def add_relay(self, name: str, relay: ExpectedRelay) -> None:
+        """Lets a call relay connect."""
+        self._relays[name] = relay
 
     def remove_relay(self, name: str) -> None:
         """Refuses the relay from now on: it has ended, or will be killed."""
@@ -186,9 +186,10 @@ class RpcServer:
         self._watch_writes()  # a closed connection may have had the same descriptor
         name = connection.peer.name
         worker = self._workers.get(name)
-        if name in self._relays:
+        relay = self._relays.get(name)  # any thread may remove it
+        if relay is not None:
             self._end_links(name)
-            self._links[connection] = CallRelayLink(connection, self._link_changed)
+            self._links[connection] = CallRelayLink(connection, self._link_changed, relay)
         elif worker is None or worker.dead:
             self._reject(name, connection)
             return
@@ -231,6 +232,7 @@ class RpcServer:
             self._selector.unregister(connection)
         link = self._links.pop(connection, None)
         if link is not None:
+            link.expected.listens(None)
             for relayed, behind in list(link.channels.values()):
                 behind.connection_lost(relayed)
             return
@@ -265,10 +267,14 @@ class RpcServer:
 
     def _accept_relayed(self, link: CallRelayLink, number: int, name: str) -> None:
         worker = self._workers.get(name)
-        if worker is not None and not worker.dead:
-            link.open(number, worker)
-        else:
+        if worker is None or worker.dead:
             self._reject(name, RelayedConnection(link, number))
+            return
+        try:
+            link.open(number, worker)
+        except ValueError as error:
+            log.info("%s", error)
+            RelayedConnection(link, number).close()
 
     def _end_links(self, name: str) -> None:
         """Ends the connections of a relay that has connected anew. One of them may be open at this end only, and that
@@ -281,11 +287,11 @@ class RpcServer:
         """Gives up relays that are silent."""
         for connection, link in list(self._links.items()):
             if link.is_silent():
-                silent = self._relays.pop(connection.peer.name, None)
+                expected = self._relays.pop(connection.peer.name, None)
                 self._drop(connection)
                 connection.close()
-                if silent is not None:
-                    silent()
+                if expected is not None:
+                    expected.silent()
 
     def _end_workers(self) -> None:
         """Marks workers dead whose last results have come through a relay."""

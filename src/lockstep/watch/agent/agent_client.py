@@ -158,6 +158,11 @@ class AgentClient:
         taken over the run."""
         self._call("lead", leader=asdict(leader))
 
+    def show_call_relay(self, address: ServiceAddress | None) -> None:
+        """Shows the workers of the agent's host where their call relay listens; None: there is none. Does not wait.
+        Raises AgentGone."""
+        self._submit("call_relay", address=None if address is None else asdict(address))
+
     def list(self) -> "builtins.list[WorkerFacts]":
         """All workers of the run on this node, including ended ones."""
         found = [WorkerFacts(**facts) for facts in self._call("list")["workers"]]

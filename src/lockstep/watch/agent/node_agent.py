@@ -13,6 +13,7 @@ The agent has one thread and one selector. It exchanges JSON frames over `base.t
     {"id", "op": "spawn", "name", "argv", "env", "token", "log", "cwd", "preload", "note"} -> {"pid", ...}
     {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller takes over the workers
     {"id", "op": "lead", "leader"} -> {}     shows the workers the run's controller, which is on another host
+    {"id", "op": "call_relay", "address"} -> {}     shows the workers where their call relay listens, if there is one
     {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
     {"id", "op": "expect_end", "name"} -> {}     the controller is about to end this worker in another way
     {"id", "op": "ping"} -> {"used_s"}     CPU time of the workers, for controllers on other hosts
@@ -284,6 +285,10 @@ class NodeAgent:
         except (Superseded, OSError) as error:
             self._reply(number, {"error": str(error)})
             return
+        self._reply(number, {})
+
+    def _op_call_relay(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        ServiceAddress.publish_relay(self.settings.run, message["address"])
         self._reply(number, {})
 
     def _op_ping(self, connection: Connection, number: str, message: dict[str, Any]) -> None:

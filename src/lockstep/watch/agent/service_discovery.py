@@ -12,6 +12,7 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lockstep.base.errors import PicklableError
 from lockstep.base.folders import file_lock, make_run_shm_dir, open_file, run_shm_dir, write_atomically
@@ -19,6 +20,8 @@ from lockstep.base.json_text import parse_json, read_json
 from lockstep.watch.procfs import processes
 
 LEADER_FILE = "leader.json"
+RELAY_FILE = "call-relay.json"
+"""Where the call relay of a node's workers listens, on this node or another one: a `ServiceAddress`."""
 AGENT_MODULE = "lockstep.watch.agent.node_agent"
 
 
@@ -119,7 +122,8 @@ class PeerHeartbeat:
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
-    """Where an agent or supervisor listens: the content of its `agent.json` or `supervisor.json`."""
+    """Where an agent, a supervisor or a call relay listens: the content of `agent.json`, `supervisor.json` or
+    `RELAY_FILE`."""
 
     run: str
     generation: int
@@ -131,6 +135,15 @@ class ServiceAddress:
     def publish(self, path: Path) -> None:
         """Writes the file atomically."""
         write_atomically(path, json.dumps(asdict(self)).encode())
+
+    @staticmethod
+    def publish_relay(run: str, address: dict[str, Any] | None) -> None:
+        """Writes where the call relay of this node's workers listens, or removes the file. Raises TypeError."""
+        file = run_shm_dir(run) / RELAY_FILE
+        if address is None:
+            file.unlink(missing_ok=True)
+        else:
+            ServiceAddress(**address).publish(file)
 
     @staticmethod
     def remove(path: Path) -> None:

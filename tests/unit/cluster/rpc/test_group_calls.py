@@ -23,8 +23,9 @@ from lockstep.cluster.rpc.futures import (
     wait_for_calls,
 )
 from lockstep.cluster.rpc.group_calls import Scattered, submit_all, submit_in_turn
+from lockstep.cluster.rpc.open_calls import OpenCalls
 from lockstep.cluster.rpc.relay_messages import CallResults, RelayedResults, cut_columns, pack_relayed
-from lockstep.cluster.rpc.relayed_connection import CallRelayLink
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, ExpectedRelay
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import CallMessage, FailureMessage, ResultMessage, ResumeMessage, pack_message
 from lockstep.cluster.rpc.rpc_messages import unpack_to_worker as unpack
@@ -37,18 +38,31 @@ class Adder:
 
 
 class Node:
-    """The workers of a node behind a real relay, without sockets. They answer when `answer` is called."""
+    """The workers of a node, or of `hosts` nodes, behind a real relay, without sockets. They answer when `answer` is
+    called."""
 
     closed, bulk_bytes, written_bytes, pending = False, 0, 0, False
     peer = PeerIdentity("run", 1, "relay")
 
-    def __init__(self, name: str, ranks: Sequence[int], call_ids: Any, stall_limit_s: float = 60.0) -> None:
-        home = ClusterNode(NodeInfo(name, "127.0.0.1", Path("none")), Path("none"), Path("none"))
+    def __init__(
+        self, name: str, ranks: Sequence[int], call_ids: Any, stall_limit_s: float = 60.0, hosts: int = 1
+    ) -> None:
+        self.calls = OpenCalls()
+        homes = [
+            ClusterNode(NodeInfo(f"{name}-{host}", "127.0.0.1", Path("none")), Path("none"), Path("none"))
+            for host in range(hosts)
+        ]
+        for home in homes:
+            home.calls = self.calls
+        limits = stall_limit_s, 60.0
         self.workers = {
-            rank: RemoteWorker(WorkerSpec(f"w-{rank}", "x", rank, "a:B"), home, "run", call_ids, stall_limit_s, 60, _no)
-            for rank in ranks
+            rank: RemoteWorker(
+                WorkerSpec(f"w-{rank}", "x", rank, "a:B"), homes[at % hosts], "run", call_ids, *limits, _no
+            )
+            for at, rank in enumerate(ranks)
         }
-        self.link = CallRelayLink(self, lambda _: None)  # type: ignore[arg-type]
+        expected = ExpectedRelay(self.calls, lambda address: None, lambda: None)
+        self.link = CallRelayLink(self, lambda _: None, expected)  # type: ignore[arg-type]
         self.relay = CallRelay(lambda parts: self.link.handle_frame(bytearray(b"".join(parts)), self._accept))
         self.got: dict[int, tuple[CallMessage, bytes]] = {}
         self.messages = 0
@@ -114,6 +128,29 @@ def two_nodes(first: Sequence[int], second: Sequence[int], stall_limit_s: float 
     nodes = [Node("a", first, ids, stall_limit_s), Node("b", second, ids, stall_limit_s)]
     workers = {**nodes[0].workers, **nodes[1].workers}
     return nodes, [workers[rank] for rank in sorted(workers)]
+
+
+def test_workers_of_nodes_that_share_a_relay_get_one_message() -> None:
+    node = Node("a", range(6), itertools.count(1), hosts=3)
+    workers = list(node.workers.values())
+    assert len({worker.node for worker in workers}) == 3
+    calls = submit_all(workers, Adder.add, Scattered(columns(6), (10,)))
+    assert node.messages == 1
+    for rank in (0, 1, 2, 3, 5):
+        node.answer(rank)
+    assert [bool(node.calls.of(worker)) for worker in workers] == [False] * 4 + [True, False]
+    workers[4].mark_dead(-9)
+    outcomes = gather_outcomes(calls, "sums")
+    assert isinstance(outcomes[4], WorkerDied) and [outcomes[rank] for rank in (0, 1, 5)] == [7, 27, 107]
+
+
+def test_a_worker_that_comes_through_the_relay_of_other_nodes_is_refused() -> None:
+    """The address of its node's former relay may still be known there."""
+    ids = itertools.count(1)
+    one, other = Node("a", [0], ids), Node("b", [1], ids)
+    with pytest.raises(ValueError, match="w-1 has another call relay"):
+        one.link.open(7, other.workers[1])
+    assert 7 not in one.link.channels and other.workers[1].link is other.link
 
 
 @pytest.mark.parametrize(("first", "second", "messages"), [((0, 1, 2), (3, 4), (1, 1)), ((0, 2, 3), (1, 4), (2, 2))])
@@ -199,7 +236,7 @@ def test_results_of_a_relay_that_replaced_another_belong_to_its_own_channels() -
     calls = submit_all(workers, Adder.add, Scattered(columns(2), (1,)))
     node = nodes[0]
     assert node.channels == {0: 1, 1: 2}
-    link = CallRelayLink(node, lambda _: None)  # type: ignore[arg-type]
+    link = CallRelayLink(node, lambda _: None, node.link.expected)  # type: ignore[arg-type]
     link.open(1, workers[1])
     link.open(2, workers[0])
     number = node.got[0][0].id

@@ -15,11 +15,12 @@ from lockstep.cluster.rpc.codec import signature_of
 from lockstep.cluster.rpc.futures import CallGroup
 from lockstep.cluster.rpc.open_calls import OpenCall, OpenCalls, RelayedArguments
 from lockstep.cluster.rpc.relay_messages import RelayedAcks, RelayedResults, pack_relayed, unpack_to_relay
-from lockstep.cluster.rpc.relayed_connection import CallRelayLink, RelayedConnection
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, ExpectedRelay, RelayedConnection
 from lockstep.cluster.rpc.remote_worker import SharedArguments
 
 TOKEN = secrets.token_hex(32)
 LIMIT_S = 0.4
+EXPECTED = ExpectedRelay(OpenCalls(), lambda address: None, lambda: None)
 
 
 class Adder:
@@ -36,7 +37,7 @@ def ends() -> Iterator[tuple[CallRelayLink, Connection]]:
         controller = accepted.result(timeout=10)
         assert controller is not None
         with controller, relay:
-            link = CallRelayLink(controller, lambda _: None)
+            link = CallRelayLink(controller, lambda _: None, EXPECTED)
             link.heartbeat.limit_s = LIMIT_S
             yield link, relay
 
@@ -92,7 +93,7 @@ def test_frames_that_threads_queue_at_once_are_counted_for_their_own_workers() -
                 begin, self.queued = self.queued, self.queued + sum(map(len, parts))
                 return begin, self.queued
 
-    link = CallRelayLink(Queue(), lambda _: None)  # type: ignore[arg-type]
+    link = CallRelayLink(Queue(), lambda _: None, EXPECTED)  # type: ignore[arg-type]
     large, interval = bytes(2 << 20), sys.getswitchinterval()
 
     def queue(channel: int) -> None:
@@ -145,7 +146,6 @@ def test_an_answer_that_comes_twice_is_settled_once_and_one_of_a_closed_channel_
     link, _ = ends
     workers = [Worker() for _ in range(3)]
     signature = signature_of(Adder.add)
-    link._calls = OpenCalls()
     groups = {}
     for number in (5, 6):
         groups[number] = CallGroup(workers, signature.qualified, lambda payload: payload[0])  # type: ignore[arg-type]
