@@ -1,7 +1,7 @@
 """Simulated workers: the controller's real handles, messages and codec, without processes behind them.
 
 What the controller would do for real workers it does here, except for its sockets, which `socket_s` measures. What a
-worker, or the relay of its node, would do is left out of the account (`Account.beside`).
+worker, or its relay, would do is left out of the account (`Account.beside`).
 """
 
 import itertools
@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,8 @@ from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.cluster.rpc.call_relay import CallRelay
 from lockstep.cluster.rpc.codec import signature_of
-from lockstep.cluster.rpc.relayed_connection import CallRelayLink
+from lockstep.cluster.rpc.open_calls import OpenCalls
+from lockstep.cluster.rpc.relayed_connection import CallRelayLink, ExpectedRelay
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
 from lockstep.cluster.rpc.rpc_messages import (
     CallMessage,
@@ -175,10 +176,10 @@ class Traffic:
 
 
 class FakeConnection:
-    """The controller's connection to a worker, or to the call relay of a node."""
+    """The controller's connection to a worker, or to a call relay."""
 
     closed = pending = False
-    bulk_bytes = written_bytes = 0
+    bulk_bytes = written_bytes = relay_ns = 0
     peer = PeerIdentity("scale", GENERATION, "far")
 
     def __init__(self, account: Account) -> None:
@@ -235,52 +236,72 @@ class DirectConnection(FakeConnection):
         """There is no relay that holds results back."""
 
 
-class NodeConnection(FakeConnection):
-    """The connection of a node's call relay, a real one without sockets, and of the workers behind it."""
+class RelayConnection(FakeConnection):
+    """The connection of a call relay, a real one without sockets, and of the workers behind it, which are those of one
+    node or of nodes that share it. `relay_ns` is the CPU time of the relay."""
 
     def __init__(self, workers: Sequence[FakeWorker]) -> None:
         super().__init__(workers[0].account)
         self._lock = threading.RLock()
         self._handles = {each.spec.name: each.worker for each in workers}
-        self._link = CallRelayLink(self, lambda connection: None)  # type: ignore[arg-type]
+        expected = ExpectedRelay(workers[0].worker.node.calls, lambda address: None, lambda: None)
+        self._link = CallRelayLink(self, lambda connection: None, expected)  # type: ignore[arg-type]
         self._relay = CallRelay(lambda parts: self.arrive(bytearray(b"".join(parts))))
         resume = bytearray(b"".join(pack_message(ResumeMessage(0, 1))))
         for each in workers:
-            channel = self._relay.open(each.spec.name, _BehindRelay(each))
+            channel = self._relay.open(each.spec.name, _BehindRelay(each, self._of_worker))
             each.answer = partial(self._worker_says, channel)
             self._relay.from_worker(channel, bytearray(resume))
+        self.relay_ns = 0
 
     def relay_due(self, now: float) -> None:
         """Sends the results that have waited long enough for others."""
         with self._lock:
             if now >= self._relay.due:
-                self._relay.flush()
+                with self._of_relay():
+                    self._relay.flush()
 
     def far_end(self, frame: bytearray) -> None:
-        with self._lock:
+        with self._lock, self._of_relay():
             self._relay.from_controller(frame)
 
     def near_end(self, frame: bytearray) -> None:
         self._link.handle_frame(frame, self._accept)
 
     def _worker_says(self, channel: int, frame: bytearray) -> None:
-        with self._lock:
+        with self._lock, self._of_relay():
             self._relay.from_worker(channel, frame)
+
+    @contextmanager
+    def _of_relay(self) -> Iterator[None]:
+        """What the relay does: this thread has the lock."""
+        began = time.thread_time_ns()
+        yield
+        self.relay_ns += time.thread_time_ns() - began
+
+    @contextmanager
+    def _of_worker(self) -> Iterator[None]:
+        """What a worker does in the middle of that."""
+        began = time.thread_time_ns()
+        yield
+        self.relay_ns -= time.thread_time_ns() - began
 
     def _accept(self, link: CallRelayLink, channel: int, name: str) -> None:
         link.open(channel, self._handles[name])
 
 
 class _BehindRelay:
-    """A worker's connection to its relay."""
+    """A worker's connection to its relay. Its work is done in the context `beside`."""
 
     bulk_bytes = 0
 
-    def __init__(self, worker: FakeWorker) -> None:
-        self._worker = worker
+    def __init__(self, worker: FakeWorker, beside: Callable[[], AbstractContextManager[None]]) -> None:
+        self._worker, self._beside = worker, beside
 
     def queue(self, *parts: Any) -> int:
-        self._worker.receive(bytearray(b"".join(parts)))
+        frame = bytearray(b"".join(parts))
+        with self._beside():
+            self._worker.receive(frame)
         return 0
 
     def flush(self) -> bool:
@@ -289,11 +310,14 @@ class _BehindRelay:
     def close(self) -> None: ...
 
 
-def connect_all(workers: Sequence[FakeWorker], per_node: int) -> list[DirectConnection | NodeConnection]:
-    """Connects workers: so many through the relay of a node, or each by itself if 0."""
-    if not per_node:
+def connect_all(workers: Sequence[FakeWorker], relays: bool) -> list[DirectConnection | RelayConnection]:
+    """Connects workers: each by itself, or through the relays that their nodes have or share."""
+    if not relays:
         return [DirectConnection(each) for each in workers]
-    return [NodeConnection(workers[first : first + per_node]) for first in range(0, len(workers), per_node)]
+    behind: dict[OpenCalls, list[FakeWorker]] = defaultdict(list)
+    for each in workers:
+        behind[each.worker.node.calls].append(each)
+    return [RelayConnection(together) for together in behind.values()]
 
 
 def _value(method: str) -> Any:

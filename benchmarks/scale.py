@@ -1,16 +1,16 @@
 """What a step costs the controller of a run with a thousand engines and thousands of trainer ranks.
 
-    python -m benchmarks.scale                                    1,024 engines, 4,096 ranks, 8 or 32 behind a relay
+    python -m benchmarks.scale                                    1,024 engines, 4,096 ranks, 8 on each node
     python -m benchmarks.scale --engines 64 --ranks 256
-    python -m benchmarks.scale --per-node 0                       only with each worker connected by itself
     python -m benchmarks.scale --json benchmarks/results/cpu/scale.json
 
 The real controller (buffer, engines, fleet, policy, packing, ledger, handles, messages, codec) drives workers that are
-not there: they answer at once, completions come one by one in a random order of engines. The call relays of nodes are
-real, without sockets. CPU time is counted, of all threads of the controller, without what the workers' and the relays'
-side of this simulation takes. Sockets are counted by themselves: what frames of the mean size take over loopback,
-system calls included, times the frames of a step. The limit of each part is measured in the same run: what a minimal
-program takes for the same messages, samples and calls (`benchmarks.scale_bounds`).
+not there: they answer at once, completions come one by one in a random order of engines. Workers are connected each by
+itself; behind one call relay for each node, as in small runs; and behind relays that nodes share, as in runs of so many
+workers. The relays are real, without sockets. CPU time is counted, of all threads of the controller, without what the
+workers' and the relays' side of this simulation takes. Sockets are counted by themselves: what frames of the mean size
+take over loopback, system calls included, times the frames of a step. The limit of each part is measured in the same
+run: what a minimal program takes for the same messages, samples and calls (`benchmarks.scale_bounds`).
 """
 
 import argparse
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -39,7 +39,9 @@ from benchmarks.fake_workers import (
 )
 from benchmarks.scale_bounds import Exchange, Work, limits, socket_s
 from lockstep.base import waits
+from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import Worker, WorkerSpec
+from lockstep.cluster.relay_groups import RelayGroups
 from lockstep.cluster.rpc.call_relay import DELAY_S
 from lockstep.config.algorithm import PPOClip
 from lockstep.config.model import ModelConfig
@@ -90,7 +92,9 @@ class Size:
     tokens: int
     """Of a completion."""
     per_node: int = 8
-    """Workers of a node, which its call relay serves; 0: there are no relays."""
+    """Workers of a node."""
+    relays: Literal["none", "separate", "shared"] = "shared"
+    """Whether nodes have call relays, each its own or one for several nodes."""
 
     @property
     def text(self) -> str:
@@ -141,10 +145,10 @@ class World:
         self.size, self.over_s = size, over_s
         self.account = Account()
         self.ledger = Ledger.create(folder, {"name": "scale"})
+        self._groups: RelayGroups[ClusterNode] = RelayGroups()
         self.engines = self._fakes("engine", "rollout", size.engines)
         self.ranks = self._fakes("policy", "policy", size.ranks)
-        self.engine_connections = connect_all(self.engines, size.per_node)
-        self.connections = self.engine_connections + connect_all(self.ranks, size.per_node)
+        self.connections = connect_all([*self.engines, *self.ranks], size.relays != "none")
         self.account.network.settle()
         for connection in self.connections:
             connection.traffic = Traffic()  # without the messages of connecting
@@ -166,10 +170,12 @@ class World:
         self.policy = TrainerGroup([fake.worker for fake in self.ranks], [info], ROLE)
 
     def _fakes(self, name: str, role: str, count: int) -> list[FakeWorker]:
-        side_by_side = self.size.per_node or 1
-        nodes = [make_node(f"{role}-{first}") for first in range(0, count, side_by_side)]
+        per_node = self.size.per_node
+        nodes = [make_node(f"{role}-{first}") for first in range(0, count, per_node)]
+        for node in nodes:
+            node.calls = self._groups.place(node, per_node, self.size.relays == "shared").calls
         return [
-            FakeWorker(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"), nodes[rank // side_by_side])
+            FakeWorker(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"), nodes[rank // per_node])
             for rank in range(count)
         ]
 
@@ -260,7 +266,7 @@ class World:
 
     def _flush_relays(self) -> None:
         now = time.monotonic()
-        for each in self.engine_connections:
+        for each in self.connections:
             each.relay_due(now)
 
     def traffic(self) -> Traffic:
@@ -304,6 +310,8 @@ def measure(sizes: Sequence[Size], steps: int, over_s: float) -> list[dict[str, 
                     },
                     "calls": world.calls(),
                     "messages": asdict(world.traffic()),
+                    "connections": len(world.connections),
+                    "relay": max(each.relay_ns for each in world.connections) / 1e9 / (steps + 1),
                 }
             )
             world.close()
@@ -322,8 +330,15 @@ def limit_s(found: Mapping[str, Any]) -> float:
 
 def title(found: Mapping[str, Any]) -> str:
     """How the workers are connected."""
-    per_node = found["size"]["per_node"]
-    return f"{per_node} behind each relay" if per_node else "each by itself"
+    size = found["size"]
+    if not relayed(found):
+        return "each by itself"
+    return f"{(size['engines'] + size['ranks']) // found['connections']} behind each relay"
+
+
+def relayed(found: Mapping[str, Any]) -> bool:
+    """Whether the workers are called through relays."""
+    return bool(found["size"]["relays"] != "none")
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -368,20 +383,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--group", type=int, default=4, help="completions of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion")
-    parser.add_argument("--per-node", type=int, nargs="+", default=[8, 32], help="workers behind a call relay")
+    parser.add_argument("--per-node", type=int, default=8, help="workers of a node")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--over", type=float, default=2.0, metavar="SECONDS", help="in which completions come")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
     options = parser.parse_args(arguments)
-    workers = options.engines, options.ranks, options.group, options.tokens
-    sizes = [Size(*workers, per_node) for per_node in dict.fromkeys((0, *options.per_node))]
+    workers = options.engines, options.ranks, options.group, options.tokens, options.per_node
+    sizes = [Size(*workers, "none"), Size(*workers, "separate"), Size(*workers, "shared")]
     measured = measure(sizes, options.steps, options.over)
     results = {title(found): found for found in measured}
     print(sizes[0].text, "\n".join(table(results)), sep="\n\n")
     for name, found in results.items():
         own = ", ".join(f"{part} {1e3 * s:.1f}" for part, s in found["seconds"].items() if part not in COORDINATION)
         print(f"\n{name}: work on the samples themselves {own}; in {found['steps']} steps {found['calls']}", end=", ")
-        print(found["messages"])
+        print(found["messages"], f"on {found['connections']:,} connections", end="")
+        print(f"; a relay's own work, without sockets, at most {1e3 * found['relay']:.2f} ms a step" * relayed(found))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -97,12 +98,15 @@ def test_the_counters_of_engines_are_not_asked_for_while_they_are_waited_for(tmp
 @pytest.mark.slow
 def test_the_benchmark_runs_and_tells_every_part_and_its_limit() -> None:
     size = Size(8, 32, 4, 8)
-    (relayed,) = measure([size], 1, 0.05)
+    relayed, separate = measure([size, replace(size, relays="separate")], 1, 0.05)
+    assert (relayed["connections"], separate["connections"]) == (2, 5), "four nodes of eight workers share a relay"
+    assert title(separate) == "8 behind each relay" and 0 < separate["relay"] < relayed["relay"]
+    assert relayed["messages"]["sent"] < 0.75 * separate["messages"]["sent"]
     assert set(COORDINATION) <= set(relayed["seconds"]) and all(value >= 0 for value in relayed["seconds"].values())
     calls = relayed["calls"]
     assert calls["step"] == calls["write_weights"] == 2 * 32
     assert relayed["messages"]["sent"] < 0.3 * sum(calls.values()), "a call of all workers of a node is one message"
-    (direct,) = measure([Size(8, 32, 4, 8, per_node=0)], 1, 0.05)
+    (direct,) = measure([Size(8, 32, 4, 8, relays="none")], 1, 0.05)
     assert direct["messages"]["sent"] >= sum(direct["calls"].values()) > 4 * relayed["messages"]["sent"]
     assert set(COORDINATION) - {"metrics"} == set(relayed["limits"]) == set(direct["limits"])
     for found in (direct, relayed):
