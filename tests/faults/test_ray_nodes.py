@@ -115,10 +115,13 @@ def test_a_disconnected_host(hosts: Hosts, tmp_path: Path) -> None:
         assert lost_s < 20 and replaced_s < 60
 
 
+@pytest.mark.parametrize("large", [False, True], ids=["small run", "large run"])
 def test_workers_of_another_host_are_called_through_its_relay(
-    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
+    """In a large run at the address of the host, where others might share it."""
     monkeypatch.setattr(call_relays, "DIRECT_NODES", 1)
+    monkeypatch.setattr(call_relays, "SEPARATE_NODES", 1 if large else 2)
     with opened(hosts, tmp_path) as cluster:
         workers = cluster.start([engine(0), engine(1)])
         far = remote_worker(workers)
@@ -128,7 +131,8 @@ def test_workers_of_another_host_are_called_through_its_relay(
         assert not isinstance(near.connection, RelayedConnection), "the controller's host needs none"
         pending = far.submit(Plain.sleep, 2.0)
         (relay,) = cluster._relays._relays.values()
-        assert relay.node is far.node and relay.address.host == "127.0.0.1", "a relay of one node"
+        assert relay.node is far.node and relay.address.host == (hosts.other if large else "127.0.0.1")
+        assert relay.group.workers == {far.node: 1}, "of the two engines one is planned there"
         assert relay.agent.kill(relay.name)
         assert pending.result("during the relay's end") == 2.0
         await_relay(far, other_than=link)

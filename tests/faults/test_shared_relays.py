@@ -128,7 +128,9 @@ def test_a_shared_relay_listens_at_its_nodes_address_only_and_for_processes_of_t
         assert refused.value.code == "token"
         if tls:
             with pytest.raises(WireError):
-                auth_handshake.connect(host, port, token=token[4:], run=cluster._run, generation=1, name="w-1")
+                auth_handshake.connect(
+                    host, port, token=token[4:], run=cluster._run, generation=1, name="w-1", timeout_s=1.0
+                )
         assert gather_results(submit_all(workers, Plain.add, [(1,)] * OTHERS), "sums") == [1] * OTHERS
 
 
