@@ -63,8 +63,9 @@ class RayClusterConfig(Section):
     """Name, or prefix of the name, of the network interface between nodes; that of the node's Ray address when
     absent."""
     ports: tuple[int, int] | None = None
-    """First and last port on which the controller (two ports), node agents and, with more than 32 nodes, call relays (one
-    each) listen; any ports when absent. Connections for tensors always use any port, see `docs/cluster.md`."""
+    """First and last port on which the controller (two ports), node agents and, with more than 32 nodes, call relays
+    (one port each) listen; any ports when absent. Connections for tensors always use any port, see
+    `docs/cluster.md`."""
     orphan_grace_s: float = Field(300.0, ge=0)
     """How long workers outlive a controller that died; a run that is resumed within this time reuses its engines and
     scorers."""
