@@ -251,8 +251,8 @@ class World:
         held: deque[tuple[float, FakeWorker]] = deque()
         for number, (fake, request) in enumerate(due):
             fake.finish(completion_of(request, self.size.tokens, step))
-            held.append(((time.monotonic() // MAX_HOLD_S + 1) * MAX_HOLD_S, fake))
-            while held and held[0][0] <= time.monotonic():
+            held.append(((time.time() // MAX_HOLD_S + 1) * MAX_HOLD_S, fake))
+            while held and held[0][0] <= time.time():
                 held.popleft()[1].tell()
             ahead = began + self.over_s * number / len(due) - time.monotonic()
             if ahead > 0.001:

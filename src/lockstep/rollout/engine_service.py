@@ -189,7 +189,7 @@ class Outbox:
         self._urgency = math.inf
         """The lowest priority value among the completions; -inf if one must be sent at once."""
         self._since = 0.0
-        """When the first of them arrived."""
+        """When the first of them arrived, by the clock that hosts share."""
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Registers requests whose completions will follow."""
@@ -199,7 +199,7 @@ class Outbox:
 
     def put(self, completions: Sequence[Completion]) -> None:
         if not self._completions:
-            self._urgency, self._since = math.inf, time.monotonic()
+            self._urgency, self._since = math.inf, time.time()
         self._completions += completions
         beacon = current_beacon()
         for each in completions:
@@ -212,19 +212,20 @@ class Outbox:
 
     def due(self, hold_s: float) -> bool:
         """Whether to answer a call now. Completions are held back for up to `hold_s` while the engine has other
-        requests that are as urgent: until the host's clock reaches a multiple of it, so that the engines of a host
-        answer together."""
+        requests that are as urgent: until the time of day reaches a multiple of it, so that the engines of all hosts
+        behind a call relay answer together."""
         if not self._completions or hold_s <= 0:
             return bool(self._completions)
         others_as_urgent = any(request.priority <= self._urgency for request in self._open.values())
-        return not others_as_urgent or time.monotonic() // hold_s > self._since // hold_s
+        return not others_as_urgent or time.time() // hold_s != self._since // hold_s  # the clock may be set back
 
     def patience_s(self, hold_s: float) -> float:
-        """How long completions that are due may wait for those of other engines of the host: until its clock reaches a
-        multiple of `hold_s` if this engine has no request left, else not at all. The last engine waits for nobody."""
+        """How long completions that are due may wait for those of other engines behind the same call relay: until the
+        time of day reaches a multiple of `hold_s` if this engine has no request left, else not at all. The last engine
+        waits for nobody."""
         if hold_s <= 0 or self._open or self._urgency == -math.inf:
             return 0.0
-        return hold_s - time.monotonic() % hold_s
+        return hold_s - time.time() % hold_s
 
     def take(self) -> CompletionBatch:
         """Returns the completions, and keeps none: the connection to the controller keeps an answer until it has

@@ -9,6 +9,7 @@ import pytest
 from lockstep.base.folders import new_run_id
 from lockstep.data.samples import Completion, FinishReason
 from lockstep.models.tiny_model import make_tiny
+from lockstep.rollout import engine_service
 from lockstep.rollout.engine_protocol import Request, RequestGroup
 from lockstep.rollout.engine_service import EngineService, Outbox
 from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
@@ -54,7 +55,7 @@ def test_only_the_last_completions_of_an_engine_wait_for_those_of_other_engines(
     put(first)
     assert outbox.patience_s(hold_s) == 0, "the engine has another request"
     put(second)
-    assert outbox.due(hold_s) and 0 < outbox.patience_s(hold_s) <= hold_s, "until its clock reaches a multiple"
+    assert outbox.due(hold_s) and 0 < outbox.patience_s(hold_s) <= hold_s, "until the time of day reaches a multiple"
     assert outbox.patience_s(0.0) == 0
     outbox.take()
     for request, finish in ((kept, "stop"), (aborted, "abort")):
@@ -81,3 +82,19 @@ def test_completions_are_returned_once_and_a_further_call_ends_the_one_before(se
     assert answers == [[], ["a"]]
     service.renew()
     assert answers == [[], ["a"], []]
+
+
+def test_completions_are_held_back_until_the_time_of_day_reaches_a_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all hosts at the same moment; and not for longer if the clock is set back."""
+    clock = [1003.7]
+    monkeypatch.setattr(engine_service.time, "time", lambda: clock[0])
+    outbox, token = Outbox(), np.zeros(1, np.int32)
+    outbox.expect([Request(name, "g", np.ones(1, np.int32), 0) for name in "ab"])
+    outbox.put([Completion("a", token, np.zeros(1, np.float32), token, "stop", "")])
+    seen = []
+    for clock[0] in (1003.99, 1004.0, 1004.5, 1003.75, 990.0):
+        seen.append(outbox.due(1.0))
+    assert seen == [False, True, True, False, True]
+    outbox.put([Completion("b", token, np.zeros(1, np.float32), token, "stop", "")])
+    clock[0] = 1003.75
+    assert outbox.patience_s(1.0) == 0.25

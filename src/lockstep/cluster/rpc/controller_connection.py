@@ -307,7 +307,7 @@ class ControllerConnection:
         now = time.monotonic()
         if now < self._heartbeat_at:
             return
-        self._heartbeat_at = (now // HEARTBEAT_S + 1) * HEARTBEAT_S  # of all workers of a host at the same time
+        self._heartbeat_at = now + HEARTBEAT_S - time.time() % HEARTBEAT_S  # of all workers at the same time
         beacon = current_beacon()
         beacon.beat()
         if self._connection is not None and self._service is not None and self._service.busy:
