@@ -151,8 +151,8 @@ class CallRelays:
             try:
                 if not self._closing():
                     job()
-            except AgentError as error:
-                log.info("call relays: %s", error)
+            except Exception:  # the others must not wait for a thread that has ended
+                log.exception("a call relay is in an unknown state; its workers can do without it")
 
     def _ensure(self, groups: Iterable[RelayGroup[ClusterNode]]) -> None:
         for group in groups:
