@@ -18,7 +18,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from lockstep.base.errors import PicklableError
@@ -353,34 +353,39 @@ def hold_folder(folder: Path) -> int:
     return descriptor
 
 
-def remove_stale_folders(parent: Path, prefix: str = "") -> None:
+def remove_stale_folders(parent: Path, prefix: str = "", prepare: Callable[[Path], object] | None = None) -> None:
     """Removes the folders of this user in `parent` that no process holds (see `hold_folder`), which killed processes
-    have left."""
+    have left. Calls `prepare` for each before."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and entry.is_dir(follow_symlinks=False):
-                _remove_if_stale(Path(entry.path))
+                _remove_if_stale(Path(entry.path), prepare)
 
 
-def _remove_if_stale(folder: Path) -> None:
+def _remove_if_stale(folder: Path, prepare: Callable[[Path], object] | None) -> None:
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             facts = os.fstat(descriptor)
             if facts.st_uid == os.geteuid() and time.time() - facts.st_mtime > STALE_AFTER_S:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if prepare is not None:
+                    prepare(folder)
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)
 
 
-def make_scratch_dir(prefix: str, parent: Path | None = None) -> tuple[Path, int]:
+def make_scratch_dir(
+    prefix: str, parent: Path | None = None, prepare_removal: Callable[[Path], object] | None = None
+) -> tuple[Path, int]:
     """Creates a private folder with a random name in the temporary folder or in `parent`, and removes those of this
-    prefix that killed processes have left. Returns the path, and a descriptor that holds the folder."""
+    prefix that killed processes have left, after a call of `prepare_removal` for each. Returns the path, and a
+    descriptor that holds the folder."""
     if parent is None:
         parent = Path(tempfile.gettempdir())
         check_shared_folder(parent, _TEMPORARY_REMEDY)
-    remove_stale_folders(parent, prefix)
+    remove_stale_folders(parent, prefix, prepare_removal)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     return folder, hold_folder(folder)
 

@@ -8,10 +8,12 @@ import secrets
 import selectors
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,7 @@ from lockstep.base.network import check_reachable
 from lockstep.base.text import first_line
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.placement.reservations import AllocatorUnavailable
+from lockstep.cluster.ray.ray_cleanup import end_processes, start_cleanup
 from lockstep.config.cluster import RayClusterConfig as Config
 from lockstep.watch.procfs import processes
 
@@ -101,10 +104,8 @@ OBJECT_STORE_BYTES = 100 << 20
 
 _lock = threading.Lock()
 _users = 0
-_private_ray_folder: Path | None = None
-_private_ray_hold = -1
-"""Descriptor that holds the folder, see `base.folders.hold_folder`."""
-"""Folder of the sockets of a Ray that this process has started; None if it joined a running one."""
+_private_ray: "_PrivateRay | None" = None
+"""The Ray that this process has started; None if it joined a running one."""
 _unfinished: "Future[None] | None" = None
 """The opening or closing of a connection that exceeded its time limit and is still in progress."""
 
@@ -113,9 +114,28 @@ class RayUnavailable(ConnectionError):
     """Ray is not available. Says which Ray, why, and how to fix it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _PrivateRay:
+    """A Ray that this process has started."""
+
+    folder: Path
+    """Of its sockets and logs."""
+    hold: int
+    """Descriptor that holds the folder, see `base.folders.hold_folder`."""
+    cleanup: "subprocess.Popen[bytes]"
+
+    def remove(self) -> None:
+        """Removes what belongs to a Ray that has been shut down."""
+        self.cleanup.kill()
+        waits.process(self.cleanup, waits_for="process that cleans up", why="it was ended", timeout_s=DISCONNECT_S)
+        end_processes(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.hold)
+
+
 def has_private_ray() -> bool:
     """Whether this process started a private Ray for this host."""
-    return _private_ray_folder is not None
+    return _private_ray is not None
 
 
 def open_session(config: Config, cpus: float, gpus: int) -> None:
@@ -152,17 +172,16 @@ def _await_unfinished() -> None:
 
 def close_session() -> None:
     """Closes the connection when no other part of this process uses it, and stops a private Ray."""
-    global _users, _private_ray_folder
+    global _users, _private_ray
     with _lock:
         _users -= 1
         if _users > 0 or not ray.is_initialized():
             return
         _disconnect()
-        if _private_ray_folder is not None:
+        if _private_ray is not None:
             _reload_auth()
-            shutil.rmtree(_private_ray_folder, ignore_errors=True)
-            os.close(_private_ray_hold)
-            _private_ray_folder = None
+            _private_ray.remove()
+            _private_ray = None
 
 
 def _disconnect() -> None:
@@ -187,10 +206,12 @@ def _configure_ray() -> None:
 
 
 def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
-    """Starts a Ray of this host alone; the kernel ends it with this process in any case. It listens on all interfaces,
-    so it gets a token that only its own processes know."""
-    global _private_ray_folder, _private_ray_hold
-    folder, hold = make_scratch_dir("lsr-")  # short: paths of sockets below it are limited to 107 bytes
+    """Starts a Ray of this host alone; it ends with this process in any case (see `ray_cleanup`). It listens on all
+    interfaces, so it gets a token that only its own processes know."""
+    global _private_ray
+    # short: paths of sockets below it are limited to 107 bytes
+    folder, hold = make_scratch_dir("lsr-", prepare_removal=end_processes)
+    cleanup = start_cleanup(folder)
     period_ms = max(100, round(config.node_lost_after_s * 1000 / 6))
     health = {
         "health_check_period_ms": period_ms, "health_check_timeout_ms": period_ms,
@@ -216,7 +237,7 @@ def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # for files that Ray writes until it has ended
         raise
-    _private_ray_folder, _private_ray_hold = folder, hold
+    _private_ray = _PrivateRay(folder, hold, cleanup)
 
 
 @contextlib.contextmanager

@@ -142,6 +142,28 @@ def owner_uid(pid: int) -> int | None:
         return None
 
 
+def writing_below(folder: Path) -> list[int]:
+    """Pids of the living processes of this user, without this one, that have a file below the folder open for
+    writing."""
+    start, user, found = f"{folder.resolve()}/", os.geteuid(), list[int]()
+    with os.scandir("/proc") as entries:
+        pids = [int(each.name) for each in entries if each.name.isdecimal()]
+    for pid in pids:
+        if pid != os.getpid() and owner_uid(pid) == user and _writes_below(pid, start):
+            found.append(pid)
+    return found
+
+
+def _writes_below(pid: int, start: str) -> bool:
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
+        for each in descriptors:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                writes = each.stat(follow_symlinks=False).st_mode & 0o200  # the link has the access of the open file
+                if writes and str(Path(each.path).readlink()).startswith(start):
+                    return True
+    return False
+
+
 def _proc_stat(pid: int) -> list[str] | None:
     text = _read_proc(f"/proc/{pid}/stat")
     return None if text is None else text[text.rindex(")") + 2 :].split()
