@@ -29,7 +29,7 @@ from lockstep.watch.diagnosis.verdict import Verdict, VerdictKind, VerdictLevel
 
 PRIORS = {
     "exact": 4.0, "likely": 2.5, "possible": 1.5, "faint": 0.0, "several": 1.0, "structure": 3.5, "hinted": 1.5,
-    "guessed": 0.5, "raised": 0.7, "same_line": -1.0, "first": 1.2, "survived": -2.5, "victim": -1.0, "explained": -2.0,
+    "guessed": 0.5, "same_line": -1.0, "first": 1.2, "survived": -2.5, "victim": -1.0, "explained": -2.0,
     "ended_well": 3.5, "running": 2.0, "healthy": 0.7, "troubled": -2.5, "faulty": -2.5,
 }  # fmt: skip
 CULPRIT_PRIORS = {

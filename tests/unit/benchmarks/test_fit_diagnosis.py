@@ -10,7 +10,7 @@ from benchmarks.fit_diagnosis import CULPRIT_PRIORS, PRIORS, Choice, fit, fit_ca
 from lockstep.doctor.judge.factors import BENIGN_FACTORS, FAULT_FACTORS, PROOF, UNMISTAKABLE
 from lockstep.doctor.judge.scoring import WEIGHTS_FILE, load_weights
 
-MAX_FITTED = 30
+MAX_FITTED = 29
 
 
 def test_the_committed_weights_are_those_that_judge() -> None:

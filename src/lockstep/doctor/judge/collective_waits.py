@@ -41,8 +41,6 @@ _COLLECTIVE_CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm
 """A collective call in source text."""
 
 
-SHARDED_WEIGHTS = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
-GENERATION = re.compile(r"(?i)generat|sampl|rollout|decod|greedy|evaluat|predict|validat|infer")
 _ACTIVITY_CLASSES = (
     (
         "uneven_data",
@@ -231,12 +229,6 @@ def main_stack_by_rank(history: JobHistory) -> Mapping[int, LoggedStack]:
             if rank is not None and stack.is_main_thread:
                 found.setdefault(rank, stack)
     return found
-
-
-def any_sharded_generation(stacks: Iterable[LoggedStack]) -> bool:
-    """Whether some stack gathers sharded weights during generation or evaluation."""
-    texts = (" ".join(map(str, each.frames)) for each in stacks)
-    return any(GENERATION.search(each) and SHARDED_WEIGHTS.search(each) for each in texts)
 
 
 def class_of_activity(text: str) -> str | None:

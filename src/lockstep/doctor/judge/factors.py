@@ -90,13 +90,6 @@ def guessed(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     return None if weight is None else weight < _HINTED
 
 
-def raised(one: FailureHypothesis, job: JobEvidence) -> bool | None:
-    """An exception that ended its process shows it."""
-    if not one.sites or (_strength(one, job) or 0.0) >= _EXACT:
-        return None
-    return bool(one.sites & job.raised.keys())
-
-
 def same_line(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """Its lines say something more specific."""
     rivals = [each for each in job.hypotheses
@@ -137,11 +130,6 @@ def ends_stuck(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 def survived(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """The job continued after it."""
     return all(job.history.continued_after(each) for each in one.matches) if one.matches else None
-
-
-def outside(one: FailureHypothesis, job: JobEvidence) -> bool | None:
-    """Its lines are dated outside the job."""
-    return all(job.history.outside_job(each) for each in one.matches) if one.matches else None
 
 
 def disproved(one: FailureHypothesis, job: JobEvidence) -> bool | None:
@@ -200,8 +188,8 @@ def faulty(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 
 FAULT_FACTORS: Mapping[str, Factor] = {
     each.__name__: each
-    for each in (exact, likely, possible, faint, several, structure, hinted, guessed, raised, same_line, first, late,
-                 ends_stuck, survived, outside, disproved, victim, explained)
+    for each in (exact, likely, possible, faint, several, structure, hinted, guessed, same_line, first, late,
+                 ends_stuck, survived, disproved, victim, explained)
 }  # fmt: skip
 BENIGN_FACTORS: Mapping[str, Factor] = {
     each.__name__: each for each in (ended_well, running, idle, healthy, troubled, faulty)

@@ -295,37 +295,27 @@ class JobHistory:
     def traits(self) -> frozenset[str]:
         """The traits of `JOB_TRAITS` that the job has."""
         found = set()
-        timeouts = self.timeouts
         if self.ended_well:
             found.add("ended_well")
         if len({(counter.epoch, counter.step) for counter in self.counters}) > 1 or job_end.closes(self):
             found.add("progressed")
         if all(self.continued_after(each) for each in self.failures) and not self.tracebacks:
             found.add("running")
-        if timeouts:
+        if self.timeouts:
             found.add("collective_timeout")
-            if all(each.numel == 1 for each in timeouts if each.numel is not None) and any(
-                each.numel is not None for each in timeouts
-            ):
-                found.add("scalar")
         if self._first_collective():
             found.add("first_collective")
-        timed_out = {each.rank for each in timeouts}
-        if timeouts and len(self.ranks - timed_out) and timed_out - {None}:
-            found.add("silent_ranks")
-        for name, fact in (("peer_lost", "peer_lost"), ("mismatch", "mismatch"), ("crashed", "crash")):
+        for name, fact in (("peer_lost", "peer_lost"), ("crashed", "crash")):
             if self.facts(fact):
                 found.add(name)
         if any(job_end.exit_code(each) for each in self.facts("exit")):
             found.add("crashed")
         if self.tracebacks:
             found.add("exception")
-        size_traits = {
-            "one_rank": len(self.ranks) <= 1,
-            "many_hosts": len(self.nodes) > 1,
-            "foreign_address": self.foreign_connections,
-        }
-        found |= {name for name, holds in size_traits.items() if holds}
+        if len(self.nodes) > 1:
+            found.add("many_hosts")
+        if self.foreign_connections:
+            found.add("foreign_address")
         saves, done = self.facts("checkpoint"), self.facts("checkpoint_done")
         if saves and (not done or match_order(saves[-1]) > match_order(done[-1])):
             found.add("saving")

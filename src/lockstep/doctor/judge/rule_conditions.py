@@ -1,6 +1,5 @@
 """Evaluates the conditions of rules (`needs` and `unless`)."""
 
-import re
 from collections.abc import Iterable
 
 from lockstep.doctor.judge.job_history import JobHistory, match_order
@@ -47,10 +46,7 @@ class MatchIndex:
 
 
 def _relation_holds(condition: RuleCondition, other: RuleMatch, match: RuleMatch) -> bool:
-    """Whether another match has the required fields, origin and distance."""
-    for name, pattern in condition.matches.items():
-        if re.fullmatch(pattern, other.fields.get(name, "")) is None:
-            return False
+    """Whether another match has the required origin and distance."""
     if condition.who != "any":
         same = same_origin(other, match)
         if same is None or same != (condition.who == "same"):
@@ -59,13 +55,9 @@ def _relation_holds(condition: RuleCondition, other: RuleMatch, match: RuleMatch
         return False
     if condition.when == "after" and _precedes(other, match):
         return False
-    if condition.within_s is not None and (
-        other.when is None or match.when is None or abs(other.when - match.when) > condition.within_s
-    ):
-        return False
-    if condition.within_lines is not None:
-        return other.source == match.source and abs(other.line - match.line) <= condition.within_lines
-    return True
+    return condition.within_s is None or (
+        other.when is not None and match.when is not None and abs(other.when - match.when) <= condition.within_s
+    )
 
 
 def _precedes(one: RuleMatch, other: RuleMatch) -> bool:

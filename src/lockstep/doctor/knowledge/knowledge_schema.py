@@ -53,10 +53,6 @@ class RuleCondition(_KnowledgeModel):
     """Whether the other match is from the same rank or host, or from another one. An unknown origin is neither."""
     when: Literal["before", "after", "any"] = "any"
     within_s: Annotated[float, Field(gt=0)] | None = None
-    within_lines: Annotated[int, Field(gt=0)] | None = None
-    """Maximum distance in lines, within the same file."""
-    matches: dict[str, str] = {}
-    """Regular expressions that fields of the other match must match as a whole."""
 
     @model_validator(mode="after")
     def _names_exactly_one(self) -> Self:
@@ -191,13 +187,9 @@ JOB_TRAITS = {
     "collective_timeout": "a rank timed out in a collective",
     "peer_lost": "a rank lost the connection to a peer",
     "first_collective": "the first collective of a process group timed out",
-    "scalar": "the collective that timed out had one element: a barrier, a flag, a loss",
-    "silent_ranks": "some ranks did not report the timeout that their peers report",
-    "mismatch": "the ranks called different collectives, or with different shapes",
     "saving": "a checkpoint had begun and not finished when the ranks waited",
     "crashed": "a process ended with a crash, a signal or a non-zero exit code",
     "exception": "a rank raised an exception that no collective raised",
-    "one_rank": "only one rank or process is known",
     "many_hosts": "more than one host takes part",
     "foreign_address": "a process tried to connect to an address outside the networks of Ray's hosts",
 }

@@ -1,14 +1,13 @@
-"""Proposes causes from differences between ranks or hosts: in collectives, progress totals, versions and stacks."""
+"""Proposes causes from differences between ranks or hosts: in collectives, reports and stacks."""
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.doctor.judge.collective_waits import any_sharded_generation, class_of_activity, collective_of_frames
+from lockstep.doctor.judge.collective_waits import class_of_activity, collective_of_frames
 from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
-from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.doctor.logs.stack_traces import UNREADABLE, LoggedStack
 from lockstep.watch.diagnosis.verdict import Culprit, Fact
 
@@ -17,9 +16,8 @@ _MAX_PEERS = 4096
 
 
 def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
-    """Yields candidates from collective fingerprints, progress totals and versions."""
+    """Yields candidates from collective fingerprints, and from ranks that never reported."""
     yield from _different_operations(history)
-    yield from _different_versions(history)
     yield from _never_announced(history)
 
 
@@ -81,31 +79,6 @@ def minority_ranks(reports: Iterable[tuple[int, int | None, Hashable]]) -> tuple
     return tuple(sorted(rank for side in sides.values() if len(side) < sizes[0] for rank in side))
 
 
-def _different_versions(history: JobHistory) -> Iterator[Candidate]:
-    """Yields a candidate for the libraries of which hosts have different versions; the culprits are the minority, or
-    both of two hosts."""
-    by_library: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    shown: dict[tuple[str, str], RuleMatch] = {}
-    for each in history.facts("nccl_version") + history.facts("library_version"):
-        if each.origin.host:
-            library, version = each.fields.get("library", "NCCL"), each.fields["version"]
-            by_library[library][each.origin.host].add(version)
-            shown.setdefault((library, version), each)
-    for library, by_host in by_library.items():
-        common = Counter(version for versions in by_host.values() for version in versions)
-        usual, many = common.most_common(1)[0]
-        if len(common) < 2 or many == len(by_host):
-            continue
-        others = [host for host, versions in by_host.items() if usual not in versions]
-        hosts = sorted(others if many > len(others) else by_host)
-        worked = history.traits & {"progressed", "ended_well"}
-        text = f"The hosts use different versions of {library}: {', '.join(sorted(common))}."
-        facts = [Fact(each.text, file=each.file, line=each.line) for (name, _), each in shown.items()
-                 if name == library]  # fmt: skip
-        culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)
-        yield Candidate("version_mismatch", 0.3 if worked else 0.7, [], culprits, "", text, facts[:_MAX_FACTS])
-
-
 def _never_announced(history: JobHistory) -> Iterator[Candidate]:
     """Yields a candidate if most ranks reported that they start, the others wrote nothing, and nothing else was."""
     placed = {int(each.fields["rank"]): each for each in history.facts("placed") if each.fields.get("size")}
@@ -164,13 +137,11 @@ def stack_candidates(history: JobHistory) -> Iterator[Candidate]:
     culprits = tuple(_culprit_of_stack(each.stack, history, len(others) == 1) for each in in_kernel or others)
     where = others[0].caller or "a place that could not be inspected"
     text = f"{many} processes wait in {waited}; {len(others)} {'is' if len(others) == 1 else 'are'} in {where}."
-    cls, weight = _classify_outliers(found, in_kernel, others)
+    cls, weight = _classify_outliers(in_kernel, others)
     yield Candidate(cls, weight, [], culprits, waited, text, facts)
 
 
-def _classify_outliers(
-    snapshots: Sequence[StackSnapshot], in_kernel: Sequence[StackSnapshot], others: Sequence[StackSnapshot]
-) -> tuple[str, float]:
+def _classify_outliers(in_kernel: Sequence[StackSnapshot], others: Sequence[StackSnapshot]) -> tuple[str, float]:
     """Returns class and weight for the processes outside the collective.
 
     If they are in another collective, they took another branch; otherwise their functions decide.
@@ -179,11 +150,7 @@ def _classify_outliers(
     if in_kernel:
         return "storage_fault", 0.55
     if all(each.operation for each in others):
-        return (
-            "zero3_generate_desync"
-            if any_sharded_generation(each.stack for each in snapshots)
-            else "rank_divergent_branch"
-        ), 0.65
+        return "rank_divergent_branch", 0.65
     cls = class_of_activity(frames)
     if cls is not None:
         return cls, 0.65

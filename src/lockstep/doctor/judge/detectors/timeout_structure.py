@@ -10,12 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.doctor.judge.collective_waits import (
-    GENERATION,
-    SHARDED_WEIGHTS,
     CollectiveWait,
-    any_sharded_generation,
     class_of_activity,
-    collective_of_frames,
     main_stack_by_rank,
     waits_by_rank,
 )
@@ -111,17 +107,12 @@ def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
     groups = _waits_by_place(waiting)
     if behind:
         yield from _never_entered(waiting, behind)
-    elif len(groups) > 1 and not (waiting.absent and _only_root_is_ahead(groups)):
+    elif len(groups) > 1:
         yield from _different_places(waiting, groups)
     elif waiting.absent:
         yield from _absent_ranks(waiting)
     elif len(waiting.waits) > 1:
         yield from _all_in_one_place(waiting)
-
-
-def _only_root_is_ahead(groups: Sequence[Sequence[CollectiveWait]]) -> bool:
-    """Whether all but one of the waiting ranks wait in a broadcast, whose root need not wait for it."""
-    return groups[0][0].operation == "broadcast" and len(groups) == _PAIR and len(groups[1]) == 1
 
 
 def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
@@ -210,28 +201,16 @@ def _waits_by_place(waiting: WaitingRanks) -> list[list[CollectiveWait]]:
 
 
 def _different_places(waiting: WaitingRanks, groups: Sequence[Sequence[CollectiveWait]]) -> Iterator[Candidate]:
-    """Yields candidates if ranks waited in different calls: the smaller group, or the group that is further in the
-    program, is suspect."""
+    """Yields candidates if ranks waited in different calls: the smaller group is suspect."""
     most, others = groups[0], [each for group in groups[1:] for each in group]
-    ahead = [each for each in others if _is_further(each, most[0])]
-    suspects = sorted(each.rank for each in (ahead or others) if each.rank is not None)
+    suspects = sorted(each.rank for each in others if each.rank is not None)
     if most[0].operation == "barrier" and all(each.in_backward for each in others) and len(most) == len(others):
         most, others = others, list(most)
     ended = others[0].operation == "barrier" and all(each.in_backward for each in most)
-    ahead = others if ended else ahead
-    if len(most) == len(others) and not ahead:
+    if len(most) == len(others) and not ended:
         everyone = sorted(each.rank for each in [*most, *others] if each.rank is not None)
         suspects = everyone if len(others) > 1 else suspects
-    steps = last_step_by_rank(waiting.history.counters)
-    counts = {rank: (counter.epoch, counter.step) for rank, counter in steps.items() if rank in waiting.waits}
-    later = any(_FINAL_PHASE.search(each.where) for each in others)
-    left_loop = any(len(each.path) < len(most[0].path) for each in ahead)
-    uneven = (
-        ended
-        or _at_another_step(counts, suspects)
-        or bool(ahead and (left_loop or later))
-        or (later and not others[0].path)
-    )
+    uneven = ended or (not others[0].path and any(_FINAL_PHASE.search(each.where) for each in others))
     facts = _wait_facts(waiting, [*suspects[:2], *(each.rank for each in most[:2] if each.rank is not None)])
     where = others[0].where or f"{others[0].operation} of {others[0].numel} elements"
     text = (
@@ -239,43 +218,9 @@ def _different_places(waiting: WaitingRanks, groups: Sequence[Sequence[Collectiv
         f"the others in {most[0].operation or 'a collective'} ({most[0].where or f'{most[0].numel} elements'})."
     )
     operation = most[0].operation
-    if _is_sharded_generation(waiting):
-        yield Candidate("zero3_generate_desync", 0.7, culprits=(), collective=operation, explanation=text, facts=facts)
-        return
     cls, other = ("uneven_data", "rank_divergent_branch") if uneven else ("rank_divergent_branch", "uneven_data")
     yield Candidate(cls, 0.7, culprits=tuple(suspects), collective=operation, explanation=text, facts=facts)
     yield Candidate(other, 0.4, culprits=tuple(suspects), collective=operation, explanation=text, facts=facts)
-
-
-def _is_further(one: CollectiveWait, other: CollectiveWait) -> bool:
-    """Whether a wait is on a later line than another wait, in the innermost function that both stacks share."""
-    for frame, other_frame in zip(one.path, other.path, strict=False):
-        if frame.file != other_frame.file or frame.function != other_frame.function:
-            return False
-        if frame.line != other_frame.line:
-            return frame.line > other_frame.line
-    return False
-
-
-def _at_another_step(counts: Mapping[int, tuple[int, int]], ranks: Sequence[int]) -> bool:
-    """Whether these ranks were at other steps than all others.
-
-    Args:
-        counts: The last epoch and step of each rank.
-    """
-    of_ranks = {counts[rank] for rank in ranks if rank in counts}
-    of_others = {count for rank, count in counts.items() if rank not in ranks}
-    return bool(of_ranks and of_others) and not of_ranks & of_others
-
-
-def _is_sharded_generation(waiting: WaitingRanks) -> bool:
-    stacks = [" ".join(map(str, each.path)) for each in waiting.waits.values()]
-    generates = any(GENERATION.search(each) for each in stacks)
-    sharded = any(SHARDED_WEIGHTS.search(each.text) for each in waiting.history.matches) or any(
-        SHARDED_WEIGHTS.search(frame.file + frame.function)
-        for log in waiting.history.logs for _, _, traceback in log.tracebacks for frame in traceback.frames
-    )  # fmt: skip
-    return generates and sharded
 
 
 def _absent_ranks(waiting: WaitingRanks) -> Iterator[Candidate]:
@@ -300,10 +245,6 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
     """
     stacks = main_stack_by_rank(waiting.history)
     for rank in ranks:
-        if rank in stacks and _in_another_call(waiting, collective_of_frames(stacks[rank].frames)):
-            return (
-                "zero3_generate_desync" if any_sharded_generation(stacks.values()) else "rank_divergent_branch"
-            ), 0.7
         cls = class_of_activity(" ".join(frame.function for frame in stacks[rank].frames)) if rank in stacks else None
         if cls is not None:
             return cls, 0.75
@@ -322,11 +263,6 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
             if cls is not None:
                 return cls, 0.7 if during else 0.55
     return ("slow_collective_timeout", 0.5) if logged_meanwhile else None
-
-
-def _in_another_call(waiting: WaitingRanks, call: str) -> bool:
-    """Whether `call` is a collective other than those that timed out, so that a rank in it is not just slow."""
-    return bool(call) and call not in {each.operation for each in waiting.timed_out}
 
 
 def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
