@@ -41,7 +41,7 @@ _COLLECTIVE_CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm
 """A collective call in source text."""
 
 
-SHARDED_WEIGHTS = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
+SHARDED_WEIGHTS = re.compile(r"(?i)fsdp|(?<!non-)zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
 GENERATION = re.compile(r"(?i)generat|sampl|rollout|decod|greedy|evaluat|predict|validat|infer")
 _ACTIVITY_CLASSES = (
     (
