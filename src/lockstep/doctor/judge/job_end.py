@@ -26,6 +26,8 @@ _CLOSING = re.compile(
     r"(?!.{0,200}(?:waiting|with errors|(?<! 0 )failed))"
 )
 """How the last line of a program reports that its work is complete."""
+_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
+"""The levels of a line that is no progress although it counts something."""
 _CLOSING_LINES = 2
 _WAITS = re.compile(r"(?i)\bwaiting (?:for|on)\b")
 _MIN_ROWS = 4
@@ -113,8 +115,8 @@ def ends_with_trouble(history: "JobHistory") -> bool:
     closing = history.closing_lines
     for log, lines in _last_lines(history):
         after = max((counter.line for counter in log.counters), default=0)
-        after = max(after, closing.get(log.source, -1) + 1)
-        last = [each.text for each in lines if each.line >= after]
+        after = max(after, closing.get(log.source, 0))
+        last = [each.text for each in lines if each.line > after or (each.line == after and _ERROR.search(each.text))]
         if _WAITS.search(lines[-1].text) or any(map(names_trouble, last)):
             return True
     return False
