@@ -7,10 +7,11 @@ from pathlib import PurePosixPath
 
 from lockstep.doctor.judge.hypotheses import NO_FAULT, FailureHypothesis
 from lockstep.doctor.judge.job_history import JobHistory
+from lockstep.doctor.judge.mentioned_parties import mentioned_process, mentioned_service
 from lockstep.doctor.knowledge.knowledge_schema import CulpritSelector
 from lockstep.doctor.logs.line_origin import LineOrigin
 from lockstep.doctor.logs.parsed_log import RuleMatch
-from lockstep.doctor.logs.stack_traces import names_trouble
+from lockstep.doctor.logs.stack_traces import is_primary, names_trouble
 from lockstep.watch.diagnosis.verdict import Culprit
 
 _TERMINATION_CODES = ("SIGTERM", "Terminated", "-15", "15", "143")
@@ -25,6 +26,8 @@ _FIRST_FAILURE_CLASSES = frozenset((
 ))  # fmt: skip
 """Failure classes in which one process fails first. If no line names that process, the first process that ended with
 an error is the culprit."""
+_OF_SERVICES = ("remote_service_timeout", "vllm_weight_sync")
+"""Failure classes in which a client reports what happened to a service."""
 _ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"
 _PEER = rf"\[?(?:::ffff:)?(?!127\.)({_ADDRESS}|[\da-f]{{1,4}}:[\da-f:]*:[\da-f:]*)"
 _MENTIONED_NODE = re.compile(
@@ -54,13 +57,32 @@ def likely_first_failures(history: JobHistory) -> Iterator[Culprit]:
     reports as the first, or the first one that failed."""
     exits = [match for match in history.facts("exit") if not _is_no_failure_of_its_own(match)]
     killed = [match for match in exits if _signal_or_code(match) in _KILL_CODES]
-    for match in killed or history.facts("first_failure")[:1] or exits[:1]:
-        task = match.fields.get("task", "")
-        rank = int(task) if task.isdigit() else history.rank(match)
+    first = killed or history.facts("first_failure")[:1] or exits
+    first = (
+        [each for each in first if not _only_lost_peers(history.rank(each), history)] or _terminated(history) or first
+    )
+    for match in first if killed else first[:1]:
+        rank = history.rank(match)
         if rank is not None:
             yield replace(culprit_of_rank(rank, history), host=history.hosts.get(rank, match.fields.get("host", "")))
         elif match.fields.get("host"):
             yield Culprit(None, host=match.fields["host"], name=match.fields["host"])
+        elif match.fields.get("party"):
+            pid = match.fields.get("pid", "")
+            yield Culprit(None, name=match.fields["party"], pid=int(pid) if pid.isdigit() else None)
+
+
+def _terminated(history: JobHistory) -> list[RuleMatch]:
+    """Returns the first report that SIGTERM ended a process, of those that did not merely lose a peer."""
+    return [each for each in history.facts("exit")
+            if _signal_or_code(each) in _TERMINATION_CODES and history.rank(each) is not None
+            and not _only_lost_peers(history.rank(each), history)][:1]  # fmt: skip
+
+
+def _only_lost_peers(rank: int | None, history: JobHistory) -> bool:
+    """Whether all exceptions of a rank are the ends of waits for others."""
+    raised = [each for origin, _, each, _ in history.tracebacks if rank is not None and origin.rank == rank]
+    return bool(raised) and not any(map(is_primary, raised))
 
 
 def ended_by_signal(history: JobHistory) -> bool:
@@ -114,15 +136,23 @@ def list_suspects(found: FailureHypothesis, history: JobHistory) -> list[Suspect
     rule or of another one for causes. To name all ranks says little, and so does the host of a line if the rank is
     known that failed first.
     """
-    if found.cls in NO_FAULT and found.culprits is None:
+    if found.cls == "benign":
         return []
+    process = mentioned_process(found, history)
+    suspects = [Suspects((process,), ("mentioned",))] if process else []
+    if found.cls in NO_FAULT and found.culprits is None:
+        return suspects
     if found.culprits is not None:
         return [Suspects(_distinct(_as_culprit(each, history) for each in found.culprits), ("structure",))]
     one_fails_first = found.cls in _FIRST_FAILURE_CLASSES
     first = _distinct(likely_first_failures(history)) if one_fails_first else ()
     first_rank = any(each.rank is not None for each in first)
-    suspects = [Suspects(first, ("first_failed",))]
-    suspects += [Suspects(_named_parties(found, history), ("named",))] if one_fails_first else []
+    suspects.append(Suspects(first, ("first_failed",)))
+    service = mentioned_service(found, history) if found.cls in _OF_SERVICES else None
+    suspects += [Suspects((service,), ("service",))] if service else []
+    named_parties = _named_parties(found, history) if one_fails_first else ()
+    if not first_rank or any(each.rank is not None for each in named_parties):
+        suspects.append(Suspects(named_parties, ("named",)))
     lead = found.matches[0].rule.id if found.matches else ""
     causes = [each.rule.id for each in found.matches if each.rule.signature.role in ("cause", "sign")]
     rules = dict.fromkeys([lead, *causes])
@@ -150,6 +180,10 @@ def _named_parties(found: FailureHypothesis, history: JobHistory) -> tuple[Culpr
 
 
 def _parties(failed: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
+    if {"pid", "host"} <= failed.fields.keys():
+        for each in _culprits_of_group("pid", failed.fields["pid"], failed, history):
+            yield each if each.rank is not None else replace(each, host=failed.fields["host"])
+        return
     for group in ("rank", "pid", "host", "party"):
         if failed.fields.get(group):
             yield from _culprits_of_group(group, failed.fields[group], failed, history)
@@ -294,8 +328,8 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
     where = match.traceback.where if match.traceback else ""
     rank = match.origin.rank if match.origin.rank is not None else history.rank(match)
     rank = _mentioned_rank(match, history) if rank is None else rank
-    process = _MENTIONED_PID.search(match.text) if rank is None else None
-    rank = history.rank_of_pid.get(int(process[1] or process[2])) if process else rank
+    of_worker = _MENTIONED_PID.search(match.text) if rank is None else None
+    rank = history.rank_of_pid.get(int(of_worker[1] or of_worker[2])) if of_worker else rank
     host = match.origin.host or _host_of_task(match.origin.label, history)  # srun labels lines with the task
     mentioned = _MENTIONED_NODE.search(match.text)
     node = match.fields.get("ip", "")
@@ -306,7 +340,8 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
         known = culprit_of_rank(rank, history)
         return replace(known, where=where or known.where, role=match.origin.role, pid=match.origin.pid)
     if node:
-        return Culprit(None, host=history.alias(node), name=node, where=where, role=role)
+        process = match.traceback.pid if match.traceback else None
+        return Culprit(None, host=history.alias(node), name=node, where=where, role=role, pid=process)
     if host:
         return Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=match.origin.pid)
     file_name = PurePosixPath(match.file).stem

@@ -19,13 +19,15 @@ _EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): "
 _SURE_STRENGTH = 0.7
 """A cause with a rule of at least this strength outweighs an earlier report of success."""
 _CLOSING = re.compile(
-    r"(?i)^(?!.*(?:NCCL|shutdown|\b(?:not|never|only) |n't |\.(?:cc|cpp):\d)).*"
+    r"(?i)^(?!.*(?:NCCL|shutdown|\b0 of [1-9]|\b(?:not|never|only) |n't |\.(?:cc|cpp):\d)).*"
     r"\b(?:completed?|done|finished|written|wrote|saved|verified|exported|uploaded|passed|succe\w+"
     r"|all \w+ (?:ok|(?!fail|abort|crash|kill|terminat|reject|refus|cancel|stopp|evict|preempt|interrupt)\w+ed)"
     r"|reached step \d+|(?P<all>[1-9]\d*) of (?P=all)|exit(?:ed|ing)?(?: with)? (?:code|status|SystemExit:?)[ :=]*0)\b"
     r"(?!.{0,200}(?:waiting|with errors|(?<! 0 )failed))"
 )
 """How the last line of a program reports that its work is complete."""
+_ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
+"""The levels of a line that is no progress although it counts something."""
 _CLOSING_LINES = 2
 _WAITS = re.compile(r"(?i)\bwaiting (?:for|on)\b")
 _MIN_ROWS = 4
@@ -114,7 +116,8 @@ def ends_with_trouble(history: "JobHistory") -> bool:
     for log, lines in _last_lines(history):
         after = max((counter.line for counter in log.counters), default=0)
         after = max(after, closing.get(log.source, 0))
-        if _WAITS.search(lines[-1].text) or any(names_trouble(each.text) for each in lines if each.line > after):
+        last = [each.text for each in lines if each.line > after or (each.line == after and _ERROR.search(each.text))]
+        if _WAITS.search(lines[-1].text) or any(map(names_trouble, last)):
             return True
     return False
 

@@ -22,6 +22,7 @@ from lockstep.doctor.logs.step_progress import StepHistory
 PERSISTENT_CLASSES = ("gpu_hardware_fault",)
 """Failure classes that persist in the next attempt on the same hosts."""
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
+_PROCESS_NAME = re.compile(r"(?i)(?:rank|task|proc|trainer)[._-]?(\d{1,5})")
 _MAX_RANKS = 100_000
 _RANKS_PER_HOST = 8
 """With more ranks, several hosts may take part even if no line names them."""
@@ -232,8 +233,12 @@ class JobHistory:
 
     def rank(self, match: RuleMatch) -> int | None:
         """Returns the rank that a match is about: the rank that the line names, that wrote it, or that has its pid."""
-        if match.fields.get("rank", "").isdigit():
-            return int(match.fields["rank"])
+        named = match.fields.get("rank") or match.fields.get("task") or ""
+        if named.isdigit():
+            return int(named)
+        if match.rule.signature.fact == "exit" and "party" in match.fields:
+            process = _PROCESS_NAME.fullmatch(match.fields["party"])
+            return int(process[1]) if process else None
         if match.origin.rank is not None:
             return match.origin.rank
         pid = match.fields.get("pid") or match.origin.pid
@@ -257,7 +262,9 @@ class JobHistory:
     def failures(self) -> list[RuleMatch]:
         """The matches that report the end of a process or of a wait, in time order."""
         names = ("collective_timeout", "peer_lost", "exit", "crash", "cancelled")
-        return sorted((each for name in names for each in self.facts(name)), key=match_order)
+        found = (each for name in names for each in self.facts(name)
+                 if job_end.exit_code(each) != 0 and "party" not in each.fields)  # fmt: skip
+        return sorted(found, key=match_order)
 
     def _first_collective(self) -> bool:
         """Whether the first collective of a process group timed out, according to its sequence number or to the

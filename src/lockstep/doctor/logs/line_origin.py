@@ -59,7 +59,7 @@ UNKNOWN_ORIGIN: LineOrigin = LineOrigin()
 PLACING_FACTS = "placed", "exit"
 """Facts that say which process a rank is."""
 Forms = tuple[re.Pattern[str], ...]
-"""Patterns for prefixes, each with a group `label`, the number of a rank, or `name`, of a host."""
+"""Patterns for prefixes, some with a group: `label`, the number of a rank, `name`, of a host, `party`, of a process."""
 
 _STAMPS = (
     r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?",
@@ -192,15 +192,21 @@ def origin_of_line(line: str, learned: Forms) -> tuple[LineOrigin, int]:
     for _ in range(_MAX_PREFIXES):
         of_file = next((found for each in learned if (found := each.match(line, at))), None)
         if of_file:
-            label, host = of_file.groupdict().get("label"), of_file.groupdict().get("name")
+            groups = of_file.groupdict()
+            label = groups.get("label")
             number = int(label) if label and origin.rank is None else None
-            origin = LineOrigin(number, host or "", "", None, None, number, label is not None).with_defaults(origin)
+            own = LineOrigin(
+                number, groups.get("name") or "", groups.get("party") or "", None, None, number, bool(label)
+            )
+            origin = own.with_defaults(origin)
             at = of_file.end()
             continue
         found = _PREFIX.match(line, at)
         if not found or found.end() == at:
             break
         if line[:at].strip() and any(found[name] for name in _OUTERMOST_GROUPS):
+            break
+        if found["pdsh"] and found["pdsh"].endswith(_NO_HOST_ENDS):
             break
         origin = _with_prefix(origin, found)
         at = found.end()
@@ -220,7 +226,11 @@ _RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "
 _LABEL_GROUPS = ("role", "mpi", "slurm")
 _PID_GROUPS = ("npid", "wpid", "bpid", "gpid")
 _HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "syslog", "rhost", "bhost", "mpihost")
+_PROCESS_LABEL = re.compile(r"(?:rank|proc|process|task)[._-]?(\d{1,5})")
+"""A name that a launcher gives a process of the job, in the form of a host."""
 _OUTERMOST_GROUPS = ("slurm", "pdsh", "container")
+_NO_HOST_ENDS = ("Error", "Exception", "Warning")
+"""Ends of the names of exceptions, whose module may have a digit like a host."""
 
 
 def _with_prefix(origin: LineOrigin, found: re.Match[str]) -> LineOrigin:
@@ -235,15 +245,19 @@ def _with_prefix(origin: LineOrigin, found: re.Match[str]) -> LineOrigin:
     if label and rank is None:
         rank, rank_is_label = int(label), True
     host = found["ip"] or found["dip"] or origin.host or _first_group(found, _HOST_GROUPS)
+    process = _PROCESS_LABEL.fullmatch(host) if host and rank is None else None
+    if process:
+        host, label = origin.host, process[1]
+        rank, rank_is_label = int(label), True
     role = found["actor"] or found["daemon"] or origin.role
     worker = _VLLM_WORKER.match(role) if found["actor"] and rank is None else None
-    process = found["pid"] or (_first_group(found, _PID_GROUPS) if origin.pid is None else "")
+    pid = found["pid"] or (_first_group(found, _PID_GROUPS) if origin.pid is None else "")
     device = found["dev"] or found["blocal"] or found["role"]
     return LineOrigin(
         int(worker["n"]) if worker else rank,
         host,
         role,
-        int(process) if process else origin.pid,
+        int(pid) if pid else origin.pid,
         int(device) if device and origin.local_rank is None and not device.startswith("-") else origin.local_rank,
         int(label) if label else origin.label,
         rank_is_label,

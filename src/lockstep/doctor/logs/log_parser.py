@@ -285,7 +285,8 @@ class LogParser:
     def _add_traceback(
         self, page: Page, number: int, start: int, line: str, origin: LineOrigin, when: float | None
     ) -> None:
-        found = stack_traces.parse_traceback(self._lines_of_origin(page, number, start, 200))
+        escaped = stack_traces.escaped_traceback(number, line)
+        found = stack_traces.parse_traceback(escaped or self._lines_of_origin(page, number, start, 200))
         if found is None or len(self.log.tracebacks) >= MATCHES_PER_RULE or found.number in self._exception_lines:
             return
         self._exception_lines.add(found.number)

@@ -108,7 +108,7 @@ class Traceback:
     @property
     def is_last_line_only(self) -> bool:
         """Whether only the last line of the traceback was printed."""
-        return self.first == self.number
+        return self.first == self.number and not self.frames
 
     @property
     def user_frame(self) -> TraceFrame | None:
@@ -160,6 +160,16 @@ def parse_lone_exception(number: int, text: str) -> Traceback | None:
         return None
     kind = found["type"] or found["uncaught"]
     return Traceback(kind, found["message"].rstrip(), (), number, number, text.strip())
+
+
+def escaped_traceback(number: int, line: str) -> list[tuple[int, str]]:
+    """Returns the lines of a traceback that a value of a structured record holds; empty if there is none."""
+    at = line.find(TRACEBACK_START)
+    if at < 0 or "\\n" not in line[at:]:
+        return []
+    value = _END_OF_VALUE.split(line[at:], maxsplit=1)[0]
+    text = value.replace("\\n", "\n").replace('\\"', '"').replace("\\t", "\t")
+    return [(number, each) for each in text.split("\n")]
 
 
 def parse_traceback(numbered: Sequence[tuple[int, str]]) -> Traceback | None:
@@ -228,6 +238,7 @@ def _message(first: str, numbered: Sequence[tuple[int, str]], at: int, indent: i
     return "\n".join(lines)
 
 
+_END_OF_VALUE = re.compile(r"(?<!\\)[\"'](?=[,}\]\s]|$)")
 _PYSPY_PROCESS = re.compile(r"^Process (?P<pid>\d+)(?:: (?P<command>.*))?")
 _THREAD_HEADER = re.compile(
     r"^(?:Current thread|Thread) (?P<id>0x[0-9a-f]+|\d+)(?: \((?P<state>[\w+]+)\))?(?::? \"(?P<name>[^\"]*)\")?"

@@ -42,3 +42,21 @@ def test_pods_and_their_container_come_before_ranks() -> None:
 )
 def test_counters_and_lists_are_no_prefix(lines: list[str]) -> None:
     assert learn_prefixes(lines) == ()
+
+
+@pytest.mark.parametrize("form", ["{:12}| ", "12:00:01 {:9}| ", "a1b2c3 || <{}> ", "{} > ", "({}) "])
+def test_words_that_come_again_in_a_column_name_the_process(form: str) -> None:
+    names = [["proc.0", "proc.1"][at % 2] for at in range(12)]
+    learned = learn_prefixes([form.format(each) + f"loss 0.{at}" for at, each in enumerate(names)])
+    line = form.format("proc.1") + "early stop"
+    origin, at = origin_of_line(line, learned)
+    assert (origin.rank, line[at:]) == (1, "early stop")
+    names = [["scorer", "sampler-0", "trainer"][at % 3] for at in range(12)]
+    learned = learn_prefixes([form.format(each) + f"loss 0.{at}" for at, each in enumerate(names)])
+    assert origin_of_line(form.format("scorer") + "words", learned)[0].role == "scorer"
+
+
+def test_the_column_of_a_logger_names_no_process() -> None:
+    lines = [f"INFO | {['data', 'model'][at % 2]} | words {at % 4}" for at in range(12)]
+    origin, at = origin_of_line("INFO | data | words", learn_prefixes(lines))
+    assert not origin.role and "INFO | data | words"[at:] == "words"

@@ -13,9 +13,11 @@ from lockstep.watch.diagnosis.verdict import Fact
 _VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
 _VLLM_FILE = re.compile(r"(?:site|dist)-packages/vllm/|/vllm/(?:v1|engine|executor|worker|model_executor|entrypoints)/")
 """Files of vLLM itself, not of a trainer in a folder of that name."""
+_FRONT = re.compile(r"/vllm/(?:entrypoints|renderers|inputs|transformers_utils|sampling_params)\b")
+"""Files of vLLM that check what a user asks for."""
 _REJECTING = re.compile(
-    r"^(?:[\w.]+\.)?(?:ValueError|TypeError|RuntimeError|AssertionError|NotImplementedError"
-    r"|\w*(?:[Cc]onfig|Argument|Usage|Validation)\w*(?:Error|Exception))$"
+    r"^(?:[\w.]+\.)?(?:ValueError|TypeError|RuntimeError|AssertionError|NotImplementedError|ImportError"
+    r"|\w*(?:[Cc]onfig|Resolution|Template|Argument|Usage|Validation)\w*(?:Error|Exception))$"
 )
 """Exceptions with which a library rejects what it was given."""
 _SETTING_UP = re.compile(r"(?i)init|setup|set_up|config|parse|valid|check|resolve|create|build|_new_|_missing_")
@@ -37,7 +39,9 @@ def exception_candidates(history: JobHistory) -> Iterator[Candidate]:
     text = f"{f'Rank {raiser.rank}' if raiser.rank is not None else 'A process'} raised {traceback.type}"
     text += f" in {traceback.where}." if traceback.where else "."
     culprits = None if raiser.rank is None else (raiser.rank,)
-    if _VLLM.search(raiser.role) or (traceback.frames and _VLLM_FILE.search(traceback.frames[-1].file)):
+    last = traceback.frames[-1] if traceback.frames else None
+    refused = last is not None and last.source.startswith("raise ") and _FRONT.search(last.file)
+    if _VLLM.search(raiser.role) or (last is not None and _VLLM_FILE.search(last.file) and not refused):
         yield Candidate("vllm_engine_failure", 0.5, [], culprits, "", text, [fact])
         return
     if _rejects_setting(history, raiser, traceback, log):
