@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,7 +72,12 @@ def _is_searched(pattern: re.Pattern[Any]) -> bool:
     return not only_matched or bool(re.search(rf"\b{name}\.(?:search|sub|split|find\w+)\(", SOURCES))
 
 
-def _long_lines() -> Iterator[str]:
+@cache
+def _long_lines() -> tuple[str, ...]:
+    return tuple(_make_long_lines())
+
+
+def _make_long_lines() -> Iterator[str]:
     for number, filler in enumerate(FILLERS):
         yield _filled(filler)
         for word in WORDS[number % 2 :: 2]:
@@ -112,7 +117,7 @@ def _slow_lines(examine: Callable[[str], Any], one_of: int = 1) -> list[str]:
     Args:
         one_of: every how many lines it is tried on.
     """
-    for line in islice(_long_lines(), 0, None, one_of):
+    for line in _long_lines()[::one_of]:
         try:
             with cpu_limit(LIMIT_S):
                 examine(line)

@@ -16,17 +16,18 @@ from lockstep.watch.procfs.processes import descendant_pids
 
 BEGIN = "import subprocess, sys, time; from lockstep.watch.beacon.writer import open_beacon\n"
 CHILD = "subprocess.run([sys.executable, '-S', '-c', {!r}])"
+BEGUN = "print('begun', flush=True)\n"
 TOUCHES = "import mmap\nwhile True: mmap.mmap(-1, 1 << 20).write(bytes(1 << 20))"
-WATCHED_S = 5.0
+WATCHED_S = 3.0
 
 
 @pytest.mark.parametrize(
     ("code", "progresses"),
     [
-        ("while True: pass", False),
-        (CHILD.format("while True: pass"), False),
-        (CHILD.format(TOUCHES), True),
-        ("file = open('/dev/zero', 'rb', 0)\nwhile True: file.read(1 << 16); time.sleep(0.2)", True),
+        (f"{BEGUN}while True: pass", False),
+        (CHILD.format(f"{BEGUN}while True: pass"), False),
+        (CHILD.format(BEGUN + TOUCHES), True),
+        (f"{BEGUN}file = open('/dev/zero', 'rb', 0)\nwhile True: file.read(1 << 16); time.sleep(0.2)", True),
     ],
     ids=["computes", "a child computes", "a child touches memory", "reads"],
 )
@@ -35,10 +36,10 @@ def test_data_and_new_memory_are_progress(
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
     run = new_run_id("moving")
-    begin = f"{BEGIN}open_beacon({run!r}, 'policy-0', 'policy', 0).stage('train'); print('up', flush=True)\n"
+    begin = f"{BEGIN}open_beacon({run!r}, 'policy-0', 'policy', 0).stage('train')\n"
     process = subprocess.Popen([sys.executable, "-c", begin + code], stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
         monitor, builder = ProcessMonitor(run), ReportBuilder("here")
         end = time.monotonic() + WATCHED_S
         while time.monotonic() < end:

@@ -6,7 +6,7 @@ from cluster_scores import WRITES_A_DUMP, incomplete, judge, several, single, su
 from cluster_simulator import make_cluster, run
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_program_without_faults_ends_and_nobody_is_named(seed: int) -> None:
     cluster = run(make_cluster(seed))
     assert not cluster.stalled
@@ -18,12 +18,12 @@ def test_a_stopped_host_is_named() -> None:
     assert scores["exact"] >= 9 and not scores["innocent"], scores
 
 
-@pytest.mark.parametrize("seed", [*range(1000, 1006), 50396])
+@pytest.mark.parametrize("seed", [*range(1000, 1003), 50396])
 def test_no_innocent_is_named_with_all_dumps(seed: int) -> None:
     assert not several(seed).innocents
 
 
-@pytest.mark.parametrize("seed", [*range(1000, 1004), 20402, 20470])
+@pytest.mark.parametrize("seed", [*range(1000, 1002), 20470, pytest.param(20402, marks=pytest.mark.slow)])
 def test_no_innocent_is_named_without_some_dumps(seed: int) -> None:
     assert not incomplete(seed).innocents
 
@@ -60,6 +60,8 @@ def test_ranks_whose_oldest_operation_is_lost_prove_no_stalled_link() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_figures_of_the_documentation() -> None:
+    healthy = [judge(run(make_cluster(seed)), draw_recorder(seed)).silent for seed in range(100)]
+    assert all(healthy), healthy
     hosts = summary(single(seed, ("host",)) for seed in range(60000, 60200))
     others = summary(single(seed, WRITES_A_DUMP[1:]) for seed in range(60200, 60300))
     many = summary(several(seed) for seed in range(60300, 60400))

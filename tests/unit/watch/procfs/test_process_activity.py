@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -33,22 +34,23 @@ def running(code: str, *words: str, **options: object) -> Iterator["subprocess.P
         child.wait()
 
 
-def samples(pid: int, count: int) -> list[bool]:
+def samples(pid: int, count: int) -> Iterator[bool]:
     """The results of several samples, without the first, which has nothing to compare with."""
-    activity, found = ProcessActivity(pid), []
-    for _ in range(count + 1):
+    activity = ProcessActivity(pid)
+    for number in range(count + 1):
         usage = processes.process_usage(pid, with_bytes=True)
         assert usage is not None
-        found.append(activity.sample(usage, time.monotonic_ns(), HostCounters()))
+        active = activity.sample(usage, time.monotonic_ns(), HostCounters())
+        if number:
+            yield active
         time.sleep(EVERY_S)
-    return found[1:]
 
 
 def ever_active(pid: int, settle: int = 3) -> bool:
     """Whether the process is active in a sample after the first few; samples up to `BOUND_S`."""
     end = time.monotonic() + BOUND_S
     while time.monotonic() < end:
-        if any(samples(pid, settle + 2 * RUNNABLE_SAMPLES)[settle:]):
+        if any(islice(samples(pid, settle + 2 * RUNNABLE_SAMPLES), settle, None)):
             return True
     return False
 
@@ -75,18 +77,19 @@ def test_work_is_activity(kind: str) -> None:
             os.killpg(child.pid, 9)
 
 
+BEGUN = "print('begun', flush=True)\n"
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
 ALLOCATES = "import mmap\nwhile True: mmap.mmap(-1, 1 << 20).write(bytes(1 << 20))"
 LOOPS = {
-    "computes": ("while True: pass", False),
-    "matches": ("import re; re.match('(a+)+$', 'a' * 60 + 'b')", False),
-    "a child computes": (CHILD.format("while True: pass"), False),
-    "allocates": (ALLOCATES, True),
-    "a child allocates": (CHILD.format(ALLOCATES), True),
-    "children end": (WORK["in children that end"], True),
-    "reads": (WORK["reads"], True),
-    "a child reads": (WORK["a child reads"], True),
-    "sleeps": ("import time; time.sleep(600)", False),
+    "computes": (f"{BEGUN}while True: pass", False),
+    "matches": (f"{BEGUN}import re; re.match('(a+)+$', 'a' * 60 + 'b')", False),
+    "a child computes": (CHILD.format(f"{BEGUN}while True: pass"), False),
+    "allocates": (BEGUN + ALLOCATES, True),
+    "a child allocates": (CHILD.format(BEGUN + ALLOCATES), True),
+    "children end": (BEGUN + WORK["in children that end"], True),
+    "reads": (BEGUN + WORK["reads"], True),
+    "a child reads": (CHILD.format(BEGUN + WORK["reads"]), True),
+    "sleeps": (f"{BEGUN}import time; time.sleep(600)", False),
 }
 
 
@@ -95,9 +98,9 @@ def test_only_work_that_transfers_data_or_touches_new_memory_moves(kind: str) ->
     code, moves = LOOPS[kind]
     with running(f"import os; os.setpgid(0, 0)\n{code}") as child:
         try:
-            time.sleep(2.0)  # until the interpreter of a child has started
-            activity, found = ProcessActivity(child.pid), []
-            for _ in range(12):
+            assert child.stdout is not None and child.stdout.readline() == "begun\n", "the interpreter has started"
+            activity, found = ProcessActivity(child.pid), list[bool]()
+            while len(found) < 10 and not (moves and any(found[2:])):
                 usage = processes.process_usage(child.pid, with_bytes=True)
                 assert usage is not None
                 activity.sample(usage, time.monotonic_ns(), HostCounters())
@@ -181,7 +184,7 @@ def test_a_stuck_process_is_inactive_on_a_loaded_machine() -> None:
     """The main thread is stuck; another thread wakes up ten times a second, as the recorder does."""
     with crowd(2) as join, running(POLLS + "time.sleep(600)", preexec_fn=join) as child:
         time.sleep(1.0)
-        found = samples(child.pid, 40)
+        found = list(samples(child.pid, 40))
     assert sum(found) <= 2, found
 
 
