@@ -49,7 +49,8 @@ class Prefilter:
             last = end if last < 0 else last
             yield number, start, last
 
-    def texts(self, line: str) -> frozenset[str]:
-        """Returns all texts that a line contains."""
+    def texts(self, line: str) -> tuple[str, ...]:
+        """Returns all texts that a line contains, in the order of the line, so that equal logs have equal answers."""
         low = line[:MAX_LINE_CHARS].lower()
-        return frozenset(self._texts[each] for each, _, _ in self._lines.find_matches_as_indexes(low, overlapping=True))
+        found = self._lines.find_matches_as_indexes(low, overlapping=True)
+        return tuple(dict.fromkeys(self._texts[each] for each, _, _ in found))
