@@ -58,6 +58,15 @@ ENTRIES = [
         "train_tides.py --noise --form hydra --all",
         "torchrun",
     ),
+    _job("tide-ansible-noise", "benign", "$P ansible -n 2" + _GO + "--noise --form bracket", "Ansible"),
+    _job("tide-cri-saved", "benign", "$P cri -n 2" + _GO + "--noise --form json --save tide.pt --all", "Kubernetes"),
+    _job(
+        "tide-condor-again",
+        "benign",
+        "for s in 8 14; do $P condor -n 2" + _GO + "--steps $s --save tide.pt --form glog; done",
+        "HTCondor",
+    ),
+    _job("tide-units-noise", "benign", "$P rfc5424 -n 2" + _GO + "--noise --all", "systemd"),
     # A rank fails by itself.
     _job(
         "tide-gauge-unknown",
@@ -171,6 +180,7 @@ ENTRIES = [
         culprit=(0,),
         alt=(("tide-worker-0",),),
         also_ok=("rank_exception_masked",),
+        sufficiency="hint",
     ),
     _job(
         "tide-handles-few",

@@ -50,6 +50,10 @@ ENTRIES = [
     _crew("crew-cold-sampler", "benign", "warmup --form logfmt"),
     _crew("crew-board-gone", "benign", "board-crashes --form journal"),
     _crew("crew-endless-programs", "benign", "runner-slow --files"),
+    _crew("crew-programs-again", "benign", "runner-slow --form logfmt"),
+    _crew("crew-board-template", "benign", "board-crashes --files"),
+    _crew("crew-graphs-compiled", "benign", "warmup --form journal"),
+    _crew("crew-judge-files", "benign", "judge-503-once --files"),
     _crew(
         "crew-preempted",
         "benign",
