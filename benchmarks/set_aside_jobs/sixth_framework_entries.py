@@ -1,4 +1,4 @@
-"""Jobs of `benchmarks/cases/sixth_set_aside` that ran: services beside a training, PyTorch, accelerate, DeepSpeed,
+"""Jobs of `benchmarks/cases/sixth_set_aside` that ran: services beside a training, PyTorch, accelerate,
 transformers, Ray, vLLM, Lockstep."""
 
 from benchmarks.set_aside_jobs.entry import Entry
@@ -137,8 +137,7 @@ ENTRIES = [
         alt=(("127.0.0.1",),),
     ),
     _crew("crew-no-spread", "nan_or_inf", "spread-zero --form journal", also_ok=("rank_exception_masked",)),
-    # Ranks of PyTorch, accelerate, DeepSpeed.
-    _studio("studio-buckets", "PyTorch DDP (gloo)", "benign", _RUN + "ddp-fine"),
+    # Ranks of PyTorch and accelerate.
     _studio(
         "studio-four-channels",
         "PyTorch DDP (gloo)",
@@ -148,15 +147,6 @@ ENTRIES = [
         also_ok=("storage_fault",),
     ),
     _studio("studio-lock-gathered", "PyTorch", "rank_exception_masked", _RUN + "objects", culprit=(1,)),
-    _studio(
-        "studio-exchange-sizes",
-        "PyTorch",
-        "rank_divergent_branch",
-        _RUN + "exchange",
-        culprit=(1,),
-        alt=((0,), (0, 1)),
-        also_ok=("rank_exception_masked", "config_error", "uneven_data"),
-    ),
     _studio(
         "studio-chain-skipped",
         "PyTorch",
@@ -179,16 +169,6 @@ ENTRIES = [
     _studio("studio-fp12", "accelerate", "config_error", _RUN + "acc-precision", also_ok=("rank_exception_masked",)),
     _studio("studio-inputs-key", "accelerate", "rank_exception_masked", _RUN + "acc-raises", culprit=(1,)),
     _studio("studio-loss-infinite", "accelerate", "nan_or_inf", _RUN + "acc-nan"),
-    _studio("studio-zero-one", "DeepSpeed", "benign", _RUN + "deep-fine; " + _RUN + "deep-fine"),
-    _studio(
-        "studio-batch-sums", "DeepSpeed", "config_error", _RUN + "deep-batches", also_ok=("rank_exception_masked",)
-    ),
-    _studio("studio-stage-five", "DeepSpeed", "config_error", _RUN + "deep-stage", also_ok=("rank_exception_masked",)),
-    _studio("studio-reward-version", "DeepSpeed", "rank_exception_masked", _RUN + "deep-raises", culprit=(0,)),
-    _studio(
-        "studio-second-killed", "DeepSpeed", "external_kill", _RUN + "deep-killed", culprit=(1,), also_ok=("host_oom",)
-    ),
-    _studio("studio-trainer-patience", "transformers Trainer", "benign", "python studio.py hf-early"),
     _studio(
         "studio-trainer-twice", "transformers Trainer", "benign", "python studio.py hf-plain; python studio.py hf-plain"
     ),
@@ -198,20 +178,6 @@ ENTRIES = [
         "rank_exception_masked",
         "python studio.py hf-lengths",
         also_ok=("config_error", "uneven_data"),
-    ),
-    _studio(
-        "studio-save-steps",
-        "transformers Trainer",
-        "config_error",
-        "python studio.py hf-steps-differ",
-        also_ok=("rank_exception_masked",),
-    ),
-    _studio(
-        "studio-trainer-no-space",
-        "transformers Trainer",
-        "storage_fault",
-        "mkdir scratch; unshare -m bash -c 'mount -t tmpfs -o size=96k tmpfs scratch; python studio.py hf-disk'",
-        also_ok=("rank_exception_masked",),
     ),
     # Ray.
     _ray("ray-judge-restarted", "benign", "ray-fine"),
@@ -224,44 +190,10 @@ ENTRIES = [
         also_ok=("external_kill", "unknown", "ray_node_or_gcs", "os_limits"),
         sufficiency="hint",
     ),
-    _ray(
-        "ray-judge-waits",
-        "remote_service_timeout",
-        "ray-judge-sleeps",
-        culprit=("Judge",),
-        also_ok=("unknown", "rank_exception_masked", "slow_rank_preprocess", "slow_collective_timeout"),
-    ),
     _ray("ray-score-text", "rank_exception_masked", "ray-judge-parses", culprit=("Judge",)),
     _ray("ray-wants-tpu", "ray_resources_pending", "ray-tpu", also_ok=("config_error",)),
-    _ray("ray-folder-absent", "config_error", "ray-folder", also_ok=("storage_fault", "rank_exception_masked")),
-    _ray(
-        "ray-west-gone",
-        "ray_node_or_gcs",
-        "nodes",
-        framework="Ray cluster",
-        culprit=("rollout-west",),
-        alt=(("Rollout",), ("10.20.7.11",)),
-        also_ok=("external_kill",),
-    ),
     # vLLM.
-    _vllm(
-        "vllm-mixed-requests",
-        "benign",
-        _SERVE.format("float32")
-        + "--port 28951 & v=$!; for i in $(seq 90); do sleep 2; curl -sf localhost:28951/health "
-        '&& break; done; for b in \'{"model": "weights/nano", "prompt": "2+2=", "max_tokens": 5}\' \'{"model": '
-        '"other", "prompt": "2"}\' \'{"prompt": 7\' \'{"model": "weights/nano", "prompt": "3+3=", '
-        "\"max_tokens\": 3}'; do curl -s -m 60 localhost:28951/v1/completions -H 'Content-Type: application/json' -d "
-        '"$b"; echo; done; kill -INT $v; wait $v; :',
-    ),
     _vllm("vllm-dtype-absent", "config_error", _SERVE.format("float24") + "--port 28952"),
-    _vllm(
-        "vllm-adapter-absent",
-        "config_error",
-        _SERVE.format("float32") + "--port 28953 --enable-lora --lora-modules math=weights/math-lora & v=$!; for i in "
-        "$(seq 60); do sleep 3; kill -0 $v 2> /dev/null || break; done; kill -INT $v; wait $v; :",
-        also_ok=("storage_fault", "vllm_engine_failure", "rank_exception_masked"),
-    ),
     # Lockstep.
     _own("own-judge-naps", "benign", _OWN.format("steps=8 reward=judged") + "lockstep train run.yaml; :"),
     _own(
@@ -269,13 +201,5 @@ ENTRIES = [
         "config_error",
         _OWN.format("steps=8 bad_row=9") + "lockstep train run.yaml; :",
         also_ok=("storage_fault", "rank_exception_masked"),
-    ),
-    _own(
-        "own-controller-killed",
-        "external_kill",
-        _OWN.format("steps=300")
-        + "python $S/lockstep_job.py strike controller 6 SIGKILL & lockstep train run.yaml; wait; :",
-        also_ok=("unknown", "host_oom"),
-        sufficiency="hint",
     ),
 ]

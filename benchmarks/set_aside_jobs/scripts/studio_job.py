@@ -1,8 +1,7 @@
-"""Small jobs of PyTorch, accelerate, DeepSpeed, transformers and Ray: `studio.py MODE`."""
+"""Small jobs of PyTorch, accelerate, transformers and Ray: `studio.py MODE`."""
 
 import logging
 import os
-import signal
 import sys
 import time
 import warnings
@@ -69,11 +68,6 @@ def ranks():
         if RANK == 1:
             mine["lock"] = threading.Lock()
         dist.all_gather_object(told, mine)
-    if MODE == "exchange":
-        sizes = [4, 4] if RANK == 0 else [4, 6]
-        given = torch.ones(sum(sizes))
-        taken = torch.zeros(8 if RANK == 0 else 9)
-        dist.all_to_all_single(taken, given, [4, 4] if RANK == 0 else [4, 5], sizes)
     if MODE == "chain":
         model = net()
         for step in range(8):
@@ -144,38 +138,6 @@ def accelerated():
     accelerator.end_training()
 
 
-def deep():
-    import deepspeed
-    import torch
-    from torch.utils.data import DataLoader
-
-    config = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}, "steps_per_print": 4,
-    }  # fmt: skip
-    if MODE == "deep-batches":
-        config["train_batch_size"] = 12
-    if MODE == "deep-stage":
-        config["zero_optimization"]["stage"] = 5
-    deepspeed.init_distributed("gloo")
-    engine, *_ = deepspeed.initialize(model=net(), config=config)
-    engine.load_checkpoint("saved")
-    for step, batch in enumerate(DataLoader(rows(), 4)):
-        if MODE == "deep-raises" and step == 5 and RANK == 0:
-            raise LookupError("no reward for sample 5-2: the cache has versions 3 and 4, asked for 5")
-        if MODE == "deep-killed" and step == 5 and RANK == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss = engine(batch).square().mean()
-        engine.backward(loss)
-        engine.step()
-        log.info(f"step {step} loss {float(loss):.4f}")
-        if torch.isnan(loss):
-            break
-    if MODE == "deep-fine":
-        engine.save_checkpoint("saved")
-    log.info("done")
-
-
 def trained():
     import torch
     from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -209,9 +171,6 @@ def rayed():
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, logging_level="INFO")
-    if MODE == "ray-folder":
-        ray.shutdown()
-        ray.init(num_cpus=2, include_dashboard=False, runtime_env={"working_dir": "/srv/rl/checkout-17"})
 
     @ray.remote(num_cpus=0)
     class ParameterStore:
@@ -224,9 +183,6 @@ def rayed():
     @ray.remote(num_cpus=0, max_restarts=2, max_task_retries=2)
     class Judge:
         def score(self, step):
-            if MODE == "ray-judge-sleeps" and step == 4:
-                print("judge waits for a slot of the remote model", flush=True)
-                time.sleep(400)
             flag = Path(os.environ["OUT"]).parent / "judge-struck"
             if MODE == "ray-fine" and step == 3 and not flag.exists():
                 flag.touch()
@@ -261,27 +217,6 @@ def rayed():
     log.info("all iterations done")
 
 
-def nodes():
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    lost = cluster.add_node(num_cpus=1, resources={"rollout": 1})
-    ray.init(address=cluster.address)
-
-    @ray.remote(num_cpus=0, resources={"rollout": 1})
-    class Rollout:
-        def sample(self, step):
-            time.sleep(0.5)
-            return step
-
-    rollout = Rollout.options(name="rollout-west").remote()
-    for step in range(10):
-        if step == 4:
-            cluster.remove_node(lost, allow_graceful=False)
-        log.info(f"iteration {step}: got {ray.get(rollout.sample.remote(step), timeout=60)}")
-
-
 if __name__ == "__main__":
-    kinds = {"acc": accelerated, "deep": deep, "hf": trained, "ray": rayed, "nodes": nodes}
+    kinds = {"acc": accelerated, "hf": trained, "ray": rayed}
     kinds.get(MODE.split("-")[0], ranks)()
