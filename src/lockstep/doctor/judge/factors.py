@@ -132,6 +132,11 @@ def survived(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     return all(job.history.continued_after(each) for each in one.matches) if one.matches else None
 
 
+def outside(one: FailureHypothesis, job: JobEvidence) -> bool | None:
+    """Its lines are dated outside the job."""
+    return all(job.history.outside_job(each) for each in one.matches) if one.matches else None
+
+
 def disproved(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     """The job ended well all the same."""
     return "ended_well" in job.history.traits
@@ -189,7 +194,7 @@ def faulty(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 FAULT_FACTORS: Mapping[str, Factor] = {
     each.__name__: each
     for each in (exact, likely, possible, faint, several, structure, hinted, guessed, same_line, first, late,
-                 ends_stuck, survived, disproved, victim, explained)
+                 ends_stuck, survived, outside, disproved, victim, explained)
 }  # fmt: skip
 BENIGN_FACTORS: Mapping[str, Factor] = {
     each.__name__: each for each in (ended_well, running, idle, healthy, troubled, faulty)

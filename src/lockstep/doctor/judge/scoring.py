@@ -25,6 +25,8 @@ MAX_CONFIDENCE = 0.97
 MAX_UNSURE_CONFIDENCE = 0.79
 """Without a factor of `UNMISTAKABLE`, or if all its lines follow from another failure: logs cannot tell a cause from
 one that they do not show."""
+MAX_OUTSIDE_CONFIDENCE = 0.55
+"""For lines dated outside the job: clocks may differ, and a fault may persist."""
 _MAX_OTHERS, _MAX_REASONS = 3, 3
 _RAISED_PROBABILITY = 0.45
 """Probability that an exception which no signature names is the cause."""
@@ -91,7 +93,8 @@ def _confidence(at: int, log_odds: Sequence[float], answers: Mapping[str, bool |
     rivals = [0.0, *log_odds[:at], *log_odds[at + 1 :]]
     found = weights.calibration.confidence(log_odds[at] - float(np.logaddexp.reduce(rivals)))
     sure = any(map(answers.get, UNMISTAKABLE)) and not answers.get("explained")
-    return found if sure else min(found, MAX_UNSURE_CONFIDENCE)
+    found = found if sure else min(found, MAX_UNSURE_CONFIDENCE)
+    return min(found, MAX_OUTSIDE_CONFIDENCE) if answers.get("outside") else found
 
 
 def _explanation(job: JobEvidence, log_odds: Sequence[float]) -> list[int]:
