@@ -1,4 +1,4 @@
-"""Proposes causes from differences between ranks or hosts: in collectives, reports and stacks."""
+"""Proposes causes from differences between ranks or hosts: in collectives, reports, versions and stacks."""
 
 import re
 from collections import Counter, defaultdict
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lockstep.doctor.judge.collective_waits import class_of_activity, collective_of_frames
 from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
+from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.doctor.logs.stack_traces import UNREADABLE, LoggedStack
 from lockstep.watch.diagnosis.verdict import Culprit, Fact
 
@@ -16,8 +17,9 @@ _MAX_PEERS = 4096
 
 
 def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
-    """Yields candidates from collective fingerprints, and from ranks that never reported."""
+    """Yields candidates from collective fingerprints, versions, and ranks that never reported."""
     yield from _different_operations(history)
+    yield from _different_versions(history)
     yield from _never_announced(history)
 
 
@@ -77,6 +79,31 @@ def minority_ranks(reports: Iterable[tuple[int, int | None, Hashable]]) -> tuple
     if len(sizes) < 2 or sizes[0] == sizes[1]:
         return ()
     return tuple(sorted(rank for side in sides.values() if len(side) < sizes[0] for rank in side))
+
+
+def _different_versions(history: JobHistory) -> Iterator[Candidate]:
+    """Yields a candidate for the libraries of which hosts have different versions; the culprits are the minority, or
+    both of two hosts."""
+    by_library: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    shown: dict[tuple[str, str], RuleMatch] = {}
+    for each in history.facts("nccl_version") + history.facts("library_version"):
+        if each.origin.host:
+            library, version = each.fields.get("library", "NCCL"), each.fields["version"]
+            by_library[library][each.origin.host].add(version)
+            shown.setdefault((library, version), each)
+    for library, by_host in by_library.items():
+        common = Counter(version for versions in by_host.values() for version in versions)
+        usual, many = common.most_common(1)[0]
+        if len(common) < 2 or many == len(by_host):
+            continue
+        others = [host for host, versions in by_host.items() if usual not in versions]
+        hosts = sorted(others if many > len(others) else by_host)
+        worked = history.traits & {"progressed", "ended_well"}
+        text = f"The hosts use different versions of {library}: {', '.join(sorted(common))}."
+        facts = [Fact(each.text, file=each.file, line=each.line) for (name, _), each in shown.items()
+                 if name == library]  # fmt: skip
+        culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)
+        yield Candidate("version_mismatch", 0.3 if worked else 0.7, [], culprits, "", text, facts[:_MAX_FACTS])
 
 
 def _never_announced(history: JobHistory) -> Iterator[Candidate]:

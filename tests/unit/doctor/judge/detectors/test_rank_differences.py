@@ -49,6 +49,31 @@ def test_the_rank_with_another_shape_is_the_culprit(tmp_path: Path) -> None:
     assert verdict.cause == "uneven_data" and [each.rank for each in verdict.culprits] == [3]
 
 
+def _banner(host: str, version: str) -> str:
+    return f"{host}:700:731 [0] NCCL INFO NCCL version {version}+cuda12.4"
+
+
+def test_hosts_with_different_versions_of_nccl(tmp_path: Path) -> None:
+    lines = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.5"), _banner("gn3", "2.18.3")]
+    lines += ["gn3:700:731 [0] bootstrap.cc:77 NCCL WARN Message truncated : received 1024 bytes instead of 256"]
+    verdict = explain([write(tmp_path, train=lines)]).verdict
+    assert verdict.cause == "version_mismatch"
+    assert [each.host for each in verdict.culprits] == ["gn3"]
+
+
+def test_working_version_differences_are_not_a_fault(tmp_path: Path) -> None:
+    lines = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.6"), *steps(0, 400), "Training completed"]
+    assert explain([write(tmp_path, train=lines)]).verdict.cause == "benign"
+    same = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.5")]
+    assert explain([write(tmp_path / "b", train=same)]).verdict.cause != "version_mismatch"
+
+
+def test_hosts_with_other_versions_of_a_library_are_named(tmp_path: Path) -> None:
+    versions = {f"n-{at}": [f"[n-{at}] torch==2.{7 if at == 3 else 8}.0+cu128", "starting"] for at in (1, 2, 3)}
+    verdict = explain([write(tmp_path, **versions)]).verdict
+    assert verdict.cause == "version_mismatch" and [each.host for each in verdict.culprits] == ["n-3"]
+
+
 def test_equal_shapes_of_other_types_are_no_uneven_data(tmp_path: Path) -> None:
     def reported(rank: int, types: tuple[str, str]) -> list[str]:
         own, other = (f"CollectiveFingerPrint(SequenceNumber=5, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes={each})"
