@@ -3,8 +3,8 @@
 Every case is read once and taken twice: with all signatures, and without those that match in no other case. The
 probabilities of a case's hypotheses, "unknown" among them with log-odds 0, are the softmax of their log-odds; the fit
 maximises the probability of the right ones, with a penalty on the distance from `PRIORS`. The weights of the sources of
-culprits are fitted the same way, over the sets of parties that could be named. `rare_factors`, which hardly any case
-shows, keep the value they have. Confidence is calibrated on the cases without their own signatures, each judged with
+culprits are fitted the same way, over the sets of parties that could be named. `rare_factors` and `rare_culprits`, which
+hardly any case shows, keep the value they have. Confidence is calibrated on the cases without their own signatures, each judged with
 weights fitted on the others. The result replaces `doctor/judge/weights.yaml`; it depends on the cases only.
 """
 
@@ -83,14 +83,15 @@ def culprit_choices(
 ) -> list[Choice]:
     """Returns the choice between the sets of parties, for the hypotheses that have the right class."""
     record, known = without(read, rules, left_out)
-    history, found = build_history(record.logs), []
+    rare, history, found = load_weights().culprits, build_history(record.logs), []
     for one in gather_evidence(history, known).hypotheses if read.case.culprits else ():
         suspects = list_suspects(one, history) if one.cls in read.case.classes and one.cls not in NO_FAULT else []
         right = [bool(read.case.culprits_right(Verdict(VerdictKind.UNKNOWN, VerdictLevel.NOTICE, each.parties)))
                  for each in suspects]  # fmt: skip
         if any(right):
             features = np.array([[float(name in each.reasons) for name in names] for each in suspects])
-            found.append(Choice(read.case.folder, features, np.zeros(len(right)), np.array(right)))
+            fixed = [sum(rare[name] for name in each.reasons if name not in names) for each in suspects]
+            found.append(Choice(read.case.folder, features, np.array(fixed), np.array(right)))
     return found
 
 
@@ -175,11 +176,12 @@ def fit_cases(cases: Sequence[ReadCase], rules: KnowledgeBase, *, write: bool) -
     of_sources = fit(parties, np.array(list(CULPRIT_PRIORS.values())))
     print(f"{sum(right)} of {len(right)} classes likeliest, with the signatures and weights of the other cases")
     print(f"confidence: at most {MAX_CONFIDENCE}, without an unmistakable factor {MAX_UNSURE_CONFIDENCE}")
-    rare = {name: weight.yes for name, weight in load_weights().factors.items() if name not in PRIORS}
+    before = load_weights()
     content = {
         "factors": {name: round(float(each), 2) for name, each in zip(names, weights, strict=True)},
-        "rare_factors": rare,
+        "rare_factors": {name: each.yes for name, each in before.factors.items() if name not in PRIORS},
         "culprits": {name: round(float(each), 2) for name, each in zip(sources, of_sources, strict=True)},
+        "rare_culprits": {name: each for name, each in before.culprits.items() if name not in CULPRIT_PRIORS},
         "calibration": {"slope": round(slope, 3), "offset": round(offset, 3)},
     }
     text = HEADER + yaml.safe_dump(content, sort_keys=False)
@@ -190,7 +192,8 @@ def fit_cases(cases: Sequence[ReadCase], rules: KnowledgeBase, *, write: bool) -
 
 HEADER = """\
 # Log-odds of the factors and of the sources of culprits, and the calibration of confidence. Written by
-# `python -m benchmarks.fit_diagnosis`, which keeps `rare_factors` as they are: hardly any case shows them.
+# `python -m benchmarks.fit_diagnosis`, which keeps `rare_factors` and `rare_culprits` as they are: hardly any case
+# shows them, or they are newer than the last fit.
 """
 
 

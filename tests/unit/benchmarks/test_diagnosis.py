@@ -35,11 +35,13 @@ FLOORS: dict[tuple[str, Callable[[ReadCase], object]], tuple[int, int]] = {
     ("set_aside", by_case): (58, 15),
     ("set_aside", by_family): (56, 15),
     ("second_set_aside", by_case): (36, 4),
-    ("second_set_aside", by_family): (30, 4),
-    ("third_set_aside", by_case): (80, 23),
-    ("third_set_aside", by_family): (67, 21),
-    ("fourth_set_aside", by_case): (91, 38),
-    ("fourth_set_aside", by_family): (83, 34),
+    ("second_set_aside", by_family): (32, 4),
+    ("third_set_aside", by_case): (81, 23),
+    ("third_set_aside", by_family): (69, 22),
+    ("fourth_set_aside", by_case): (91, 39),
+    ("fourth_set_aside", by_family): (83, 35),
+    ("fifth_set_aside", by_case): (127, 62),
+    ("fifth_set_aside", by_family): (123, 57),
 }
 """Right classes and culprits of a corpus, with the signatures of each case or family left out. They may only rise."""
 

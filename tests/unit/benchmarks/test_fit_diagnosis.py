@@ -17,7 +17,7 @@ def test_the_committed_weights_are_those_that_judge() -> None:
     read = yaml.safe_load(WEIGHTS_FILE.read_text(encoding="utf-8"))
     weights = load_weights()
     assert {name: each.yes for name, each in weights.factors.items()} == read["factors"] | read["rare_factors"]
-    assert weights.culprits == read["culprits"]
+    assert weights.culprits == read["culprits"] | read["rare_culprits"]
     assert (weights.calibration.slope, weights.calibration.offset) == tuple(read["calibration"].values())
 
 
@@ -27,6 +27,7 @@ def test_every_factor_has_a_weight_and_few_are_fitted() -> None:
     assert set(read["factors"]) | set(read["rare_factors"]) == factors
     assert not set(read["factors"]) & set(read["rare_factors"]) and {*PROOF, *UNMISTAKABLE} <= factors
     assert (set(read["factors"]), set(read["culprits"])) == (set(PRIORS), set(CULPRIT_PRIORS))
+    assert not set(read["culprits"]) & set(read["rare_culprits"])
     assert sum(len(read[part]) for part in ("factors", "culprits", "calibration")) <= MAX_FITTED
 
 

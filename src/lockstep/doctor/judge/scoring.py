@@ -65,7 +65,7 @@ def load_weights() -> JudgeWeights:
     read = parse_yaml(WEIGHTS_FILE.read_text(encoding="utf-8"), str(WEIGHTS_FILE), yaml.SafeLoader)
     calibration = Calibration(read["calibration"]["slope"], read["calibration"]["offset"], MAX_CONFIDENCE)
     factors = {name: FactorWeight(weight) for name, weight in (read["factors"] | read["rare_factors"]).items()}
-    return JudgeWeights(factors, read["culprits"], calibration)
+    return JudgeWeights(factors, read["culprits"] | read["rare_culprits"], calibration)
 
 
 def judge_hypotheses(job: JobEvidence, weights: JudgeWeights) -> Judgement:
