@@ -3,9 +3,10 @@
 Every case is read once and taken twice: with all signatures, and without those that match in no other case. The
 probabilities of a case's hypotheses, "unknown" among them with log-odds 0, are the softmax of their log-odds; the fit
 maximises the probability of the right ones, with a penalty on the distance from `PRIORS`. The weights of the sources of
-culprits are fitted the same way, over the sets of parties that could be named. `rare_factors` and `rare_culprits`, which
-hardly any case shows, keep the value they have. Confidence is calibrated on the cases without their own signatures, each judged with
-weights fitted on the others. The result replaces `doctor/judge/weights.yaml`; it depends on the cases only.
+culprits are fitted the same way, over the sets of parties that could be named. `rare_factors` and `rare_culprits`,
+which hardly any case shows, keep the value they have. Confidence is calibrated on the cases without their own
+signatures, each judged with weights fitted on the others. The result replaces `doctor/judge/weights.yaml`; it depends
+on the cases only.
 """
 
 import argparse
