@@ -45,7 +45,12 @@ _RANK_IN_PROSE = re.compile(
 )
 """A rank or spawned process in the text of a message: `on rank 3`, `Rank 3 got`, `process 3 terminated`."""
 _MENTIONED_PID = re.compile(r"\bWorker PID[=:] ?(\d+)|\(pid[=:] ?(\d+)")
-_SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
+_JOB_FILE = re.compile(
+    r"(?i)(?:job|train\w*|run|driver|main|console|launcher|log|std(?:out|err)|out(?:put)?|err(?:or)?|slurm|ray\w*|gcs\w*"
+    r"|worker|python|dmesg|kern(?:el)?|syslog|message|journal(?:ctl)?|kubectl|describe|event|status|nvidia|scontrol|sacct"
+    r"|top|ps|env|stack|py-?spy|dump)s?(?:[-_.@\d].*)?"
+)
+"""Files whose names say no more than that they are of the job, of a host or of a tool that looked at them."""
 _DRIVERS = re.compile(
     r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
 )
@@ -345,7 +350,7 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
     if host:
         return Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=match.origin.pid)
     file_name = PurePosixPath(match.file).stem
-    if _SERVICE.search(file_name):
+    if len(history.logs) > 1 and not _JOB_FILE.fullmatch(file_name):
         return Culprit(None, name=file_name, role=file_name, where=where)
     return Culprit(None, name=role, role=role, where=where, pid=match.origin.pid) if role else None
 

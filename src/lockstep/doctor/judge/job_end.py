@@ -49,6 +49,7 @@ def ended_well(history: "JobHistory") -> bool:
         for each in history.failures + history.exceptions
         if _ended_process(history, each)
         and not (_cleans_up(each, last) or _was_handled(each.traceback, each.source, first))
+        and not (each.traceback and completed_after(history, each.origin.rank, each.source, each.line))
     ]
     bad += [(at.source, None, each.number) for _, _, each, at in history.tracebacks
             if is_primary(each) and not _was_handled(each, at.source, first)]  # fmt: skip
@@ -151,6 +152,15 @@ def closing_lines(history: "JobHistory") -> Mapping[int, int]:
         if closing and log.kind == "log":
             found[log.source] = closing[-1]
     return found
+
+
+def completed_after(history: "JobHistory", rank: int | None, source: int, line: int) -> bool:
+    """Whether the rank that raised an exception on a line later reports the completion of its work, which one that an
+    exception ends does not. Of an exception without a rank, whether all ranks of its file do, and one of them later."""
+    by_rank = {key: lines for key, lines in history.by_source[source].tail_lines.items() if key is not None}
+    ends = [by_rank[rank]] if rank in by_rank else list(by_rank.values())
+    closing = [next((each.line for each in lines[-_CLOSING_LINES:] if _CLOSING.search(each.text)), 0) for lines in ends]
+    return bool(closing) and min(closing) > 0 and max(closing) > line
 
 
 def _was_handled(found: Traceback | None, source: int, done: tuple[int, int]) -> bool:

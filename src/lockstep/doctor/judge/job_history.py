@@ -22,7 +22,8 @@ from lockstep.doctor.logs.step_progress import StepHistory
 PERSISTENT_CLASSES = ("gpu_hardware_fault",)
 """Failure classes that persist in the next attempt on the same hosts."""
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
-_PROCESS_NAME = re.compile(r"(?i)(?:rank|task|proc|trainer)[._-]?(\d{1,5})")
+_PROCESS_NAME = re.compile(r"(?i)(?:(?:rank|task|proc|trainer)[._-]?|[\w.-]{1,60}@)(\d{1,5})(?:\.service)?")
+"""A process that a launcher numbers, among them the instances of a systemd unit."""
 _MAX_RANKS = 100_000
 _RANKS_PER_HOST = 8
 """With more ranks, several hosts may take part even if no line names them."""
@@ -132,13 +133,14 @@ class JobHistory:
 
     @cached_property
     def tracebacks(self) -> list[tuple[LineOrigin, float | None, Traceback, ParsedLog]]:
-        """The last attempt's tracebacks after which the rank made no more steps."""
+        """The last attempt's tracebacks after which the rank made no more steps and reported no completion."""
         return [
             (self._raiser(origin.with_defaults(log.origin), traceback), when, traceback, log)
             for log in self.logs for origin, when, traceback in log.tracebacks
             if self.in_last_attempt(log.source, traceback.number)
             and not is_graceful(traceback)
             and not self.steps.continued_after(log.source, origin.rank, traceback.number)
+            and not job_end.completed_after(self, origin.with_defaults(log.origin).rank, log.source, traceback.number)
         ]  # fmt: skip
 
     def _raiser(self, origin: LineOrigin, found: Traceback) -> LineOrigin:

@@ -22,8 +22,10 @@ _IN_TROUBLE = re.compile(
     r"(?:has |is |was |did |does |had )?(?:not |n't |never |no longer |still |been |got )?"
     r"(?:died|dead|gone|lost|exited|killed|failed|crashed|terminated|stopped|silent|stuck|hung|hangs|missing|answer\w*"
     r"|respond\w*|repl\w+|reachable|unreachable|responsive|late|timed out|refused|attempt|unhealthy|evicted)\b"
+    r"(?!.{0,40}\b(?:SIGTERM|signal 15|143)\b)"
 )
-"""A numbered process in the sentence that reports its end, its silence, or the wait for it."""
+"""A numbered process in the sentence that reports its end, its silence, or the wait for it. Whoever stops a job ends
+all its processes with SIGTERM."""
 _NO_PROCESS = re.compile(
     r"(?i)(?:step|epoch|iter\w*|checkpoint|ckpt|batch|shard|attempt|round|update|turn|line|layer|block|gpu|cuda|version"
     r"|v|port|code|signal|error|errno|python|node|exit|sample|prompt|item|file|chunk|page|sequence|request|rank)"

@@ -8,7 +8,7 @@ from itertools import islice
 from lockstep.doctor.logs import line_origin
 from lockstep.doctor.logs.line_origin import Forms, LineOrigin
 
-_NUMBER = re.compile(r" ?(?P<open>[\[({<#]?)(?P<value>\d{1,5})(?P<close>(?:[\])}>|]:?)?)(?=\s)")
+_NUMBER = re.compile(r" ?(?P<open>[\[({<#]?)(?P<value>\d{1,5})(?P<close>(?:/(?P<of>\d{1,5}))?(?:[\])}>|]:?)?)(?=\s)")
 _NAME = re.compile(r" ?(?P<value>(?=[\w.-]{0,60}\d)(?=[\w.]{1,60}-)[A-Za-z][\w.-]{2,62}) +(?P<next>[a-z][a-z0-9-]*)?")
 _WORD = r"[\w./@#+-]{1,48}"
 _COLUMN = re.compile(
@@ -98,8 +98,8 @@ def _number_forms(starts: Sequence[tuple[str, int]]) -> list[str]:
     for line, at in starts:
         match = _NUMBER.match(line, at)
         if match and (match["open"] or match["close"]):
-            values[match["open"], match["close"]].append(int(match["value"]))
-    ranks = [form for form, numbers in values.items() if _alternate(numbers) and _count_up(set(numbers))]
+            values[match["open"], match["close"], match["of"] or ""].append(int(match["value"]))
+    ranks = [form[:2] for form, numbers in values.items() if _alternate(numbers) and _are_ranks(set(numbers), form[2])]
     return [rf" ?{re.escape(opened)}(?P<label>\d{{1,5}}){re.escape(closed)}(?=\s) ?" for opened, closed in ranks]
 
 
@@ -128,5 +128,8 @@ def _alternate(values: Sequence[object]) -> bool:
     return len(seen) >= _LEAST and returns >= len(seen) and min(Counter(values).values()) >= _LEAST
 
 
-def _count_up(numbers: set[int]) -> bool:
+def _are_ranks(numbers: set[int], of: str) -> bool:
+    """Whether numbers have no gaps and begin with 0 or 1; if their total is known, with 0."""
+    if of:
+        return numbers == set(range(int(of)))
     return min(numbers) <= 1 and max(numbers) - min(numbers) == len(numbers) - 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import PurePosixPath
 
+from lockstep.doctor.logs import record_fields
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 _MAX_PREFIXES = 8
@@ -89,6 +90,7 @@ _PREFIX = re.compile(
     r"|(?:stdout|stderr) [FP](?: |$)|(?:> ?)+"
     rf"|(?:[\w.-]{{1,128}}\.\d{{1,6}}\.[\w.-]{{1,128}}@)?(?P<container>{_HOST})"
     r"(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
+    r"|<\d{1,3}>1 \S{10,40} (?P<rfc>[A-Za-z][\w.-]*) [\w./@-]{1,48} (?:(?P<rpid>\d{1,7})|-) \S{1,32} -(?= |$)"
     r"|(?<=[\dZ] )(?P<syslog>[A-Za-z][\w.-]*) [A-Za-z][\w./@:-]*\[\d+\]:(?= |$)"
     r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
     r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
@@ -127,8 +129,6 @@ _MENTIONED_RANK = re.compile(
     r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|\[Rank (?P<b>\d+)\]|\"rank\": ?(?P<c>\d+)"
     r"|\brank[ =:_]{1,2}(?P<d>\d+)\b|\bRank[ =:]{1,2}(?P<e>\d+)\b|\[rank(?P<f>\d+)\]"
 )
-_JSON_RANK = re.compile(r"\"(?:global_)?rank\": ?\"?(?P<rank>\d{1,6})\b")
-_JSON_HOST = re.compile(r"\"(?:host|hostname|node)\": ?\"(?P<host>[A-Za-z][\w.-]*)\"")
 _PROCESS_GROUP_RANK = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)\]|\[rank(?P<c>\d+)\]:")
 _VLLM_WORKER = re.compile(r"^(?:VllmWorker|Worker)_?(?:TP|PP|DP)?-?(?P<n>\d+)$")
 
@@ -212,8 +212,9 @@ def origin_of_line(line: str, learned: Forms) -> tuple[LineOrigin, int]:
         origin = _with_prefix(origin, found)
         at = found.end()
     if line.startswith("{", at):
-        rank, host = _JSON_RANK.search(line, at, _HEAD_CHARS), _JSON_HOST.search(line, at, _HEAD_CHARS)
-        return LineOrigin(int(rank["rank"]) if rank else None, host["host"] if host else "").with_defaults(origin), at
+        return LineOrigin(*record_fields.of_json(line, at, _HEAD_CHARS)).with_defaults(origin), at
+    if not origin.role and "level=" in line[:_HEAD_CHARS]:
+        origin = replace(origin, role=record_fields.party_of_pairs(line, _HEAD_CHARS))
     separator = _SEPARATOR.match(line, at) if at else None
     at = separator.end() if separator else at
     if (origin.rank is None or origin.rank_is_label) and "ank" in line[:_HEAD_CHARS]:
@@ -225,8 +226,8 @@ def origin_of_line(line: str, learned: Forms) -> tuple[LineOrigin, int]:
 
 _RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named", "leveled")
 _LABEL_GROUPS = ("role", "mpi", "slurm")
-_PID_GROUPS = ("npid", "wpid", "bpid", "gpid")
-_HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "syslog", "rhost", "bhost", "mpihost")
+_PID_GROUPS = ("npid", "wpid", "bpid", "gpid", "rpid")
+_HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "syslog", "rfc", "rhost", "bhost", "mpihost")
 _PROCESS_LABEL = re.compile(r"(?:rank|proc|process|task)[._-]?(\d{1,5})")
 """A name that a launcher gives a process of the job, in the form of a host."""
 _OUTERMOST_GROUPS = ("slurm", "pdsh", "container")

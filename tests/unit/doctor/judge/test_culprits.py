@@ -428,3 +428,23 @@ def test_the_host_without_an_interface_is_named_if_others_have_it(tmp_path: Path
     verdict = judged(tmp_path / "one", job=lines)
     assert verdict.cause == "wrong_network_interface" and names(verdict) == ["n107"]
     assert names(judged(tmp_path / "both", job=[*lines, lines[2].replace("n107", "n101")])) == ["ens5f0"]
+
+
+def test_the_file_of_a_process_beside_the_training_names_it(tmp_path: Path) -> None:
+    error = ["Traceback (most recent call last):", '  File "cache.py", line 8, in read', "    rows[key]"]
+    files = {"cache": [*error, "KeyError: 'row-7'"], "train": ["step 1 loss 0.5", "step 2 loss 0.4"]}
+    verdict = explain([write(tmp_path, **files)]).verdict
+    assert verdict.cause == "rank_exception_masked" and [each.name for each in verdict.culprits] == ["cache"]
+
+
+def test_a_process_that_the_end_of_the_job_terminated_is_not_named(tmp_path: Path) -> None:
+    error = ["Traceback (most recent call last):", '  File "a.py", line 8, in read', "    rows[key]", "KeyError: 'a'"]
+    lines = [*error, "sampler-1 killed by signal 15 (SIGTERM)", "sampler-2 killed by signal 15 (SIGTERM)"]
+    named = [each.name for each in explain([write(tmp_path, job=lines[:5])]).verdict.culprits]
+    assert "sampler-1" not in named
+
+
+def test_supervisors_name_the_process_that_ended(tmp_path: Path) -> None:
+    lines = [*steps(0, 5), "2026-11-21 14:20:01,014 WARN exited: learner_02 (terminated by SIGKILL; not expected)"]
+    verdict = explain([write(tmp_path, job=lines)]).verdict
+    assert verdict.cause == "external_kill" and [each.name for each in verdict.culprits] == ["learner_02"]

@@ -227,3 +227,26 @@ def test_a_chain_of_exceptions_is_one_failure(tmp_path: Path) -> None:
 
 def test_two_lines_show_no_health(tmp_path: Path) -> None:
     assert judged(tmp_path, job=["loading the model", "joining the group"]).cause == "unknown"
+
+
+def test_a_rank_that_reports_its_end_after_an_exception_survived_it(tmp_path: Path) -> None:
+    def lines(rank: int, last: str) -> list[str]:
+        first = steps(0, 9) if rank == 0 else []
+        error = ["Traceback (most recent call last):", '  File "train.py", line 8, in read', '    float("n/a")']
+        return [*first, *error, "ValueError: could not convert string to float: 'n/a'", f"2026-11-21 14:12:00 {last}"]
+
+    done = {f"rank_{rank}": lines(rank, f"[rank {rank}] INFO done, 9 steps") for rank in (0, 1)}
+    assert explain([write(tmp_path / "done", **done)]).verdict.cause == "benign"
+    open_end = {name: [*each[:-1], "2026-11-21 14:12:00 closing"] for name, each in done.items()}
+    assert explain([write(tmp_path / "open", **open_end)]).verdict.cause == "rank_exception_masked"
+
+
+def test_a_lock_in_a_collective_of_objects_is_no_start_method(tmp_path: Path) -> None:
+    frames = (
+        ("train.py", 71, "gather", "dist.all_gather_object(found, mine)"),
+        ("/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3405, "_object_to_tensor",
+         "_pickler(f).dump(obj)"),
+    )  # fmt: skip
+    job = write(tmp_path, train=[*steps(1, 4), *raised(1, "TypeError: cannot pickle '_thread.lock' object", *frames)])
+    verdict = explain([job]).verdict
+    assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [1]

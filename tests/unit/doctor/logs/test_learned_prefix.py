@@ -18,6 +18,13 @@ def test_numbers_that_alternate_are_ranks(form: str) -> None:
     assert origin == LineOrigin(2, label=2, rank_is_label=True) and line[at:] == "early stop"
 
 
+def test_ranks_of_a_known_number_are_ranks_and_steps_are_not() -> None:
+    learned = learn_prefixes(of_ranks("[{}/3] "))
+    origin, at = origin_of_line("[1/3] early stop", learned)
+    assert origin == LineOrigin(1, label=1, rank_is_label=True) and at == len("[1/3] ")
+    assert not learn_prefixes(of_ranks("[{}/9] "))
+
+
 def test_pods_and_their_container_come_before_ranks() -> None:
     lines = [f"ocr-worker-{rank} pytorch ({rank}) step {at}" for at, rank in enumerate("0121202010")]
     origin, at = origin_of_line("ocr-worker-1 pytorch (1) words", learn_prefixes(lines))
