@@ -94,7 +94,7 @@ def _are_few(values: Counter[str], found: Sequence[tuple[str, str]]) -> bool:
 
 
 def _number_forms(starts: Sequence[tuple[str, int]]) -> list[str]:
-    values: dict[tuple[str, str], list[int]] = defaultdict(list)
+    values: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for line, at in starts:
         match = _NUMBER.match(line, at)
         if match and (match["open"] or match["close"]):
