@@ -123,11 +123,10 @@ def job_time_span(logs: Sequence[ParsedLog], old: Collection[int], starts: Mappi
     The span is infinite at both ends unless all logs of the attempt have timestamps.
     """
     logs = [each for each in logs if each.kind == "log" and each.source not in old and each.lines >= _MIN_LINES]
-    dated = [each for each in logs if each.kind == "log" and each.source not in old and each.first is not None]
-    if not dated or any(each not in dated for each in logs):
+    if not logs or any(each.first is None for each in logs):
         return TimeSpan()
-    firsts = [_span_start(each, starts.get(each.source, 0)) for each in dated]
-    lasts = [_span_end(each) for each in dated]
+    firsts = [_span_start(each, starts.get(each.source, 0)) for each in logs]
+    lasts = [_span_end(each) for each in logs]
     return TimeSpan(min(firsts), max(lasts))
 
 
