@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.doctor.logs import line_origin
@@ -148,19 +148,30 @@ def closing_lines(history: "JobHistory") -> Mapping[int, int]:
     """Returns the line of each file, by source, that reports the completion of the work at its end."""
     found = {}
     for log, lines in _last_lines(history):
-        closing = [each.line for each in lines[-_CLOSING_LINES:] if _CLOSING.search(each.text)]
-        if closing and log.kind == "log":
-            found[log.source] = closing[-1]
+        closing = _closing_line(lines) if log.kind == "log" else 0
+        if closing:
+            found[log.source] = closing
     return found
 
 
 def completed_after(history: "JobHistory", rank: int | None, source: int, line: int) -> bool:
     """Whether the rank that raised an exception on a line later reports the completion of its work, which one that an
     exception ends does not. Of an exception without a rank, whether all ranks of its file do, and one of them later."""
-    by_rank = {key: lines for key, lines in history.by_source[source].tail_lines.items() if key is not None}
-    ends = [by_rank[rank]] if rank in by_rank else list(by_rank.values())
-    closing = [next((each.line for each in lines[-_CLOSING_LINES:] if _CLOSING.search(each.text)), 0) for lines in ends]
+    by_rank = history.closing_lines_of_ranks.get(source, {})
+    closing = [by_rank[rank]] if rank is not None and rank in by_rank else list(by_rank.values())
     return bool(closing) and min(closing) > 0 and max(closing) > line
+
+
+def closing_lines_of_ranks(history: "JobHistory") -> Mapping[int, Mapping[int, int]]:
+    """Returns for each file, by source, the line on which each of its ranks reports the completion of its work at its
+    end; 0 if it does not."""
+    return {log.source: {rank: _closing_line(lines) for rank, lines in log.tail_lines.items() if rank is not None}
+            for log in history.logs}  # fmt: skip
+
+
+def _closing_line(last: Sequence[TailLine]) -> int:
+    """Returns the last of these lines that reports completion, if it is one of the very last; else 0."""
+    return max((each.line for each in last[-_CLOSING_LINES:] if _CLOSING.search(each.text)), default=0)
 
 
 def _was_handled(found: Traceback | None, source: int, done: tuple[int, int]) -> bool:

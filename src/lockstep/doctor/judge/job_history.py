@@ -290,6 +290,11 @@ class JobHistory:
         return job_end.closing_lines(self)
 
     @cached_property
+    def closing_lines_of_ranks(self) -> Mapping[int, Mapping[int, int]]:
+        """The line of each file and rank that reports the completion of the rank's work at its end; 0 if none does."""
+        return job_end.closing_lines_of_ranks(self)
+
+    @cached_property
     def ends_with_trouble(self) -> bool:
         """Whether the last lines of some file, after its last counter or report of completion, report an error, or the
         last one says that the program waits."""
