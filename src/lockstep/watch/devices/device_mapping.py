@@ -7,12 +7,10 @@ process has the device's file open, as far as its files can be read. Without a p
 has open tells its device, and at last CUDA_VISIBLE_DEVICES with the local rank.
 """
 
-import os
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from lockstep.watch.devices.device_samples import DeviceSample
 from lockstep.watch.procfs import processes
@@ -101,21 +99,12 @@ def open_minors(pids: Iterable[int], prefix: str = "/dev/nvidia") -> frozenset[i
     read."""
     found, readable = set(), False
     for pid in pids:
-        try:
-            with os.scandir(f"/proc/{pid}/fd") as descriptors:
-                links = [_read_link(each.path) for each in descriptors]
-        except OSError:  # it has ended, or belongs to another user
+        files = processes.open_files(pid)
+        if files is None:
             continue
         readable = True
-        found |= {int(link.removeprefix(prefix)) for link in links if re.fullmatch(re.escape(prefix) + r"\d+", link)}
+        found |= {int(path.removeprefix(prefix)) for path, _ in files if re.fullmatch(re.escape(prefix) + r"\d+", path)}
     return frozenset(found) if readable else None
-
-
-def _read_link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""
 
 
 def process_facts(pid: int, own_entries: Collection[int] = ()) -> ProcessFacts:

@@ -149,19 +149,24 @@ def writing_below(folder: Path) -> list[int]:
     with os.scandir("/proc") as entries:
         pids = [int(each.name) for each in entries if each.name.isdecimal()]
     for pid in pids:
-        if pid != os.getpid() and owner_uid(pid) == user and _writes_below(pid, start):
-            found.append(pid)
+        if pid != os.getpid() and owner_uid(pid) == user:
+            found += [pid] if any(writes and path.startswith(start) for path, writes in open_files(pid) or ()) else []
     return found
 
 
-def _writes_below(pid: int, start: str) -> bool:
-    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
-        for each in descriptors:
-            with contextlib.suppress(OSError):  # closed meanwhile
-                writes = each.stat(follow_symlinks=False).st_mode & 0o200  # the link has the access of the open file
-                if writes and str(Path(each.path).readlink()).startswith(start):
-                    return True
-    return False
+def open_files(pid: int) -> list[tuple[str, bool]] | None:
+    """The paths that a process has open, each with whether it may write there; None if they cannot be read: it has
+    ended, or belongs to another user."""
+    found = []
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as descriptors:
+            for each in descriptors:
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    writes = each.stat(follow_symlinks=False).st_mode & 0o200  # the link has the file's access
+                    found.append((str(Path(each.path).readlink()), bool(writes)))
+    except OSError:
+        return None
+    return found
 
 
 def _proc_stat(pid: int) -> list[str] | None:
