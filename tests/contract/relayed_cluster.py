@@ -1,6 +1,7 @@
 """A cluster of one host whose workers are called through a call relay, as on a node of a large cluster."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.cluster.local_cluster import LocalCluster
@@ -24,4 +25,12 @@ def await_relay(*workers: Any, other_than: CallRelayLink | None = None) -> CallR
         if not direct and len(links) == 1 and other_than not in links:
             return links.pop()
         assert time.monotonic() < until, f"connected to the controller itself: {direct}"
+        time.sleep(0.01)
+
+
+def until(there: Callable[[], object], seconds: float = 30.0) -> None:
+    """Waits until the condition holds."""
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
         time.sleep(0.01)

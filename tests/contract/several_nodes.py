@@ -3,11 +3,11 @@ the controller knows its processes by their connections only."""
 
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 from lockstep.base.folders import make_folder, make_run_shm_dir, run_shm_dir
 from lockstep.cluster.agent_cluster import AgentCluster
@@ -89,7 +89,9 @@ class SeveralNodes(AgentCluster):
 
     def start_agent(self, node: ClusterNode) -> None:
         """Starts an agent on a node, in place of one that has ended."""
-        with _variables({"LOCKSTEP_BEACONS": str(node.beacons)} if isinstance(node, OtherNode) else {}):
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(node, OtherNode):
+                patch.setenv("LOCKSTEP_BEACONS", str(node.beacons))
             make_run_shm_dir(self._run)
             self._leader(node).publish(self._run)
             address = start_agent(
@@ -131,27 +133,8 @@ class SeveralNodes(AgentCluster):
                     node.agent.close()
 
 
-@contextmanager
-def _variables(changed: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def is_open(host: str, port: int) -> bool:
     """Whether something listens there."""
     with socket.socket() as probe:
         probe.settimeout(2.0)
         return probe.connect_ex((host, port)) == 0
-
-
-def until(there: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Waits until the condition holds."""
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.01)

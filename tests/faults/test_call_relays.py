@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lockstep.base.wait_state import Stalled
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from cluster_services import Plain
-from relayed_cluster import RelayedCluster, await_relay
+from relayed_cluster import RelayedCluster, await_relay, until
 
 from lockstep.cluster import call_relays
 from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
@@ -52,13 +52,6 @@ def workers(cluster: RelayedCluster, tmp_path: Path) -> list[Any]:
 
 def relay_pid(cluster: RelayedCluster) -> int:
     return ServiceAddress.parse((run_shm_dir(cluster._run) / RELAY_FILE).read_bytes()).pid
-
-
-def until(there: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def notes(tmp_path: Path) -> list[int]:

@@ -18,8 +18,8 @@ from lockstep.base.transport.run_token import new_run_token
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from cluster_services import Plain, Renewable
-from relayed_cluster import await_relay
-from several_nodes import OtherNode, SeveralNodes, is_open, until
+from relayed_cluster import await_relay, until
+from several_nodes import OtherNode, SeveralNodes, is_open
 
 from lockstep.cluster import call_relays, relay_groups
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec

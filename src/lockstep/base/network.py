@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.base.errors import PicklableError
 from lockstep.base.wait_state import track_wait
 
+LOOPBACK = "127.0.0.1"
 SYS_CLASS_NET = Path("/sys/class/net")
 
 

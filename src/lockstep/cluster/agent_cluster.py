@@ -314,7 +314,7 @@ class AgentCluster(ABC):
             raise worker.death from error
 
     def _handle(self, spec: WorkerSpec, node: ClusterNode) -> RemoteWorker:
-        self._relays.place(node, self._planned_workers(node), len(self._nodes))
+        self._relays.place(node, self._planned_workers, len(self._nodes))
         limits = self._limits.stall_limit_s, self._limits.notice_after_s
         worker = RemoteWorker(spec, node, self._run, self._server.call_ids, *limits, self._server.connection_changed)
         self._server.add(worker)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from lockstep.base.network import PortRange
+from lockstep.base.network import LOOPBACK, PortRange
 from lockstep.base.text import count_noun, first_line
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.cluster_node import ClusterNode
@@ -37,7 +37,6 @@ SEPARATE_NODES = 32
 a relay of one node needs no port that other hosts reach."""
 MAX_RESTARTS = 3
 """How often a relay is started again. After that its workers stay connected to the controller."""
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(slots=True, eq=False)
@@ -87,16 +86,17 @@ class CallRelays:
         self._working = False
         """Whether a thread does the jobs."""
 
-    def place(self, node: ClusterNode, workers: int, nodes: int) -> None:
+    def place(self, node: ClusterNode, planned: Callable[[ClusterNode], int], nodes: int) -> None:
         """Decides, before it has a worker, with which other nodes a node of the run shares a relay.
 
         Args:
-            workers: how many the node will have, as far as they are planned.
+            planned: returns how many workers the node will have, as far as they are planned.
             nodes: how many the run has.
         """
         with self._lock:
-            shared = not node.is_local and nodes > SEPARATE_NODES
-            node.calls = self._groups.place(node, workers, shared).calls
+            if node not in self._groups:
+                shared = not node.is_local and nodes > SEPARATE_NODES
+                node.calls = self._groups.place(node, planned(node), shared).calls
 
     def remove(self, node: ClusterNode) -> None:
         """Forgets a node that the run has lost for good."""

@@ -15,6 +15,7 @@ from typing import IO
 
 from lockstep.base import waits
 from lockstep.base.folders import make_folder, run_shm_dir
+from lockstep.base.network import LOOPBACK
 from lockstep.base.transport.run_token import new_run_token
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.cluster.agent_cluster import CLOSE_GRACE_S, AgentCluster
@@ -29,8 +30,6 @@ from lockstep.watch.beacon.reader import read_beacons
 from lockstep.watch.procfs import processes
 
 log = logging.getLogger(__name__)
-
-HOST = "127.0.0.1"
 
 
 class LocalCluster(AgentCluster):
@@ -61,8 +60,8 @@ class LocalCluster(AgentCluster):
         prepared_agent: PreparedAgent | None = None,
     ) -> None:
         token = token or (new_run_token(config.tls) if inherited is None else inherited.token)
-        super().__init__(config, run, folder, generation, token, HOST)
-        info = NodeInfo(socket.gethostname(), HOST, run_shm_dir(run))
+        super().__init__(config, run, folder, generation, token, LOOPBACK)
+        info = NodeInfo(socket.gethostname(), LOOPBACK, run_shm_dir(run))
         self._node = ClusterNode(info, self._cluster_dir, self._folder / "logs")
         self._nodes = [self._node]
         try:

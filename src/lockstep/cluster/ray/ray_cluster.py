@@ -15,6 +15,7 @@ import ray
 
 from lockstep.base import waits
 from lockstep.base.folders import run_shm_dir
+from lockstep.base.network import LOOPBACK
 from lockstep.base.text import first_line
 from lockstep.base.transport.frames import WireError
 from lockstep.base.transport.run_token import new_run_token
@@ -67,7 +68,6 @@ def _stop_agent(agent: AgentClient) -> None:
             log.error("still running after SIGKILL: %s", ", ".join(remaining))
 
 
-LOOPBACK = "127.0.0.1"
 REFUSAL_ERRORS = (
     PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, WaitTimeout, WireError,
     RayUnresponsive, ray.exceptions.RayError,
