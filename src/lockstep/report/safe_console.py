@@ -1,7 +1,8 @@
 """The terminal as Lockstep writes to it: texts from outside cannot control it."""
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import IO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -16,7 +17,8 @@ FILE_WIDTH = 100_000
 class SafeConsole(Console):
     """A console that drops the control characters in texts, whatever they are a part of: a log's line, the name of a
     host, a model's answer. Its own styles and cursor movements are not texts, and pass. Lines are wrapped only on a
-    terminal, or if the environment has `COLUMNS`: in files and pipes, addresses and paths stay whole.
+    terminal, or if the environment has `COLUMNS`: in files and pipes, addresses and paths stay whole, and the spaces
+    that fill up a table's last column are left out.
 
     Args:
         file: where to write; standard output when absent.
@@ -38,6 +40,26 @@ class SafeConsole(Console):
             self.width = FILE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for text, style, control in super().render(renderable, options):
+        safe = (
             # Without a mark, because the widths of columns are those of texts whose control characters take no room.
-            yield Segment(text if control else terminal_safe(text, mark=""), style, control)
+            Segment(text if control else terminal_safe(text, mark=""), style, control)
+            for text, style, control in super().render(renderable, options)
+        )
+        return safe if self.is_terminal else _without_line_padding(safe)
+
+
+def _without_line_padding(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Yields the segments without the spaces at the ends of their lines."""
+    spaces: list[Segment] = []
+    for segment in segments:
+        text = re.sub(r" +(?=\n)", "", segment.text).rstrip(" ")
+        if text.startswith("\n"):
+            spaces.clear()
+        if text or segment.control:
+            yield from spaces
+            spaces.clear()
+            yield Segment(text, segment.style, segment.control)
+        if segment.text.endswith(" "):
+            width = len(segment.text) - len(segment.text.rstrip(" "))
+            spaces.append(Segment(" " * width, segment.style))
+    yield from spaces

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -84,3 +85,20 @@ def test_lines_are_wrapped_only_on_a_terminal(monkeypatch) -> None:  # type: ign
     assert address not in printed(table, terminal=True)
     monkeypatch.setenv("COLUMNS", "60")
     assert max(map(len, printed(table, terminal=False).splitlines())) <= 60
+
+
+def test_lines_of_files_end_with_their_last_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = Table(box=None, show_header=False)
+    table.add_row("first", "short")
+    table.add_row("second  one", "longer " * 3)
+    text = printed(Padding(Text("a paragraph"), (1, 0)), table, terminal=False)
+    assert text == "\na paragraph\n\n first        short\n second  one  longer longer longer\n"
+    monkeypatch.setenv("COLUMNS", "60")
+    assert printed(table, terminal=False).splitlines()[0] == " first        short"
+
+
+@given(st.lists(st.text(alphabet="ab \n", max_size=12), max_size=5))
+def test_only_spaces_at_the_ends_of_lines_are_left_out(texts: list[str]) -> None:
+    shown = printed(*map(Text, texts), terminal=False)
+    assert shown == re.sub(r" +(?=\n)", "", "".join(f"{each}\n" for each in texts))
