@@ -21,6 +21,11 @@ SFT or DPO. The rule was fixed before anything was looked up:
 4. Where this gives fewer than 60, the next results of the queries are taken in the same way, one a query.
 5. From the third query, jobs are taken whose warnings did no harm as the thread says.
 
+Changed after the first queries had been answered: the search goes by the meaning of the symptom more than by F, so that
+the second query gave crashes of other programs for most F, and the first the same threads again. They are read for
+what is new in them; in addition, `F LLM fine-tuning multi-GPU RuntimeError traceback, solved` is asked for each F, and
+for the frameworks of RL `F GRPO rollout engine worker died, cause found`, and threads are taken from these as above.
+
 The truth is the class of the established cause, not of the first error line; culprits are named only where a
 careful reader of the log could.
 """
