@@ -32,4 +32,182 @@ careful reader of the log could.
 
 from benchmarks.set_aside_jobs.entry import Entry
 
-ENTRIES: list[Entry] = []
+_THREAD = "https://github.com/{}/issues/{}"
+
+
+def told(name: str, framework: str, cls: str, repository: str, number: int, **about: object) -> Entry:
+    """Returns the entry of a job that is re-told after a thread of a repository."""
+    return Entry(name, framework, cls, source=_THREAD.format(repository, number), **about)  # type: ignore[arg-type]
+
+
+ENTRIES = [
+    # Healthy.
+    told("raylet-speaks-at-the-end", "verl, Ray", "benign", "verl-project/verl", 1299),
+    told("grpo-ends-with-term", "verl, Ray", "benign", "verl-project/verl", 1986, also_ok=("external_kill",)),
+    told("digits-reward-prints", "r1_vlm, TRL", "benign", "groundlight/r1_vlm", 18),
+    told("barrier-warns-each-step", "prime-rl", "benign", "PrimeIntellect-ai/prime-rl", 1756),
+    # Memory.
+    told(
+        "long-context-node-memory",
+        "OpenRLHF, Ray",
+        "host_oom",
+        "OpenRLHF/OpenRLHF",
+        970,
+        culprit=("10.61.4.27",),
+        alt=(("LLMRayActor",), ("2413",)),
+    ),
+    told(
+        "ppo-72b-worker-lost",
+        "OpenRLHF, Ray",
+        "host_oom",
+        "OpenRLHF/OpenRLHF",
+        360,
+        culprit=("4017733",),
+        alt=(("10.140.24.71",),),
+        also_ok=("unknown", "external_kill", "ray_node_or_gcs"),
+        sufficiency="hint",
+    ),
+    told(
+        "rule-reward-leaks",
+        "OpenRLHF, Ray",
+        "host_oom",
+        "OpenRLHF/OpenRLHF",
+        1139,
+        culprit=("reward_func",),
+        alt=(("228117",), ("10.0.7.4",)),
+        also_ok=("unknown", "external_kill"),
+        sufficiency="hint",
+    ),
+    told(
+        "sql-reward-node-memory",
+        "OpenRLHF, Ray",
+        "host_oom",
+        "OpenRLHF/OpenRLHF",
+        911,
+        culprit=("10.8.0.5",),
+        alt=(("LLMRayActor",), ("91805",)),
+    ),
+    told("ppo-55-of-64", "OpenRLHF, DeepSpeed", "rank_oom", "OpenRLHF/OpenRLHF", 519, culprit=(0,)),
+    told(
+        "sglang-actor-step-memory",
+        "verl, SGLang",
+        "rank_oom",
+        "verl-project/verl",
+        647,
+        culprit=("511207",),
+        alt=(("WorkerDict",), ("10.1.201.9",), (0,)),
+    ),
+    told(
+        "resume-memory-denied",
+        "verl, SGLang",
+        "rank_oom",
+        "sgl-project/sglang",
+        14092,
+        culprit=("SGLangHttpServer",),
+        alt=(("260977",), ("260976", "260977"), ("10.72.3.8",)),
+        also_ok=("vllm_engine_failure", "remote_service_timeout", "vllm_weight_sync"),
+    ),
+    told("hle-after-checkpoint", "SkyRL, vLLM", "rank_oom", "NovaSky-AI/SkyRL", 70, also_ok=("vllm_engine_failure",)),
+    told(
+        "nemo-validation-then-generate",
+        "NeMo-RL, vLLM",
+        "rank_oom",
+        "NVIDIA-NeMo/RL",
+        1137,
+        culprit=("VllmGenerationWorker",),
+        alt=(("1102",), ("100.64.3.17",)),
+        also_ok=("vllm_engine_failure",),
+    ),
+    # Collectives that wait.
+    told(
+        "ppo-save-late",
+        "OpenRLHF, DeepSpeed",
+        "checkpoint_timeout",
+        "OpenRLHF/OpenRLHF",
+        1126,
+        also_ok=("slow_collective_timeout", "unknown"),
+        sufficiency="hint",
+    ),
+    told(
+        "agent-loop-gather",
+        "verl, FSDP",
+        "slow_collective_timeout",
+        "verl-project/verl",
+        2987,
+        also_ok=("unknown", "watchdog_or_heartbeat", "rank_exception_masked"),
+        sufficiency="hint",
+    ),
+    told(
+        "r1-four-nodes-read",
+        "SGLang",
+        "slow_rank_preprocess",
+        "sgl-project/sglang",
+        3784,
+        culprit=("node-2",),
+        alt=(tuple(range(16, 24)),),
+        also_ok=("slow_collective_timeout", "watchdog_or_heartbeat", "storage_fault"),
+    ),
+    # Engines and their weights.
+    told(
+        "request-slots-none",
+        "SGLang",
+        "vllm_engine_failure",
+        "sgl-project/sglang",
+        10408,
+        also_ok=("config_error", "rank_oom", "framework_bug"),
+    ),
+    told(
+        "memory-saver-captures",
+        "SGLang",
+        "framework_bug",
+        "sgl-project/sglang",
+        4717,
+        also_ok=("vllm_engine_failure", "version_mismatch"),
+    ),
+    told(
+        "update-already-active", "SkyRL, vLLM", "vllm_weight_sync", "NovaSky-AI/SkyRL", 1605, also_ok=("framework_bug",)
+    ),
+    told(
+        "dp-engines-sync",
+        "SkyRL, vLLM",
+        "vllm_weight_sync",
+        "NovaSky-AI/SkyRL",
+        1398,
+        also_ok=("framework_bug", "vllm_engine_failure"),
+    ),
+    told(
+        "engine-core-silent",
+        "SkyRL, vLLM",
+        "vllm_engine_failure",
+        "NovaSky-AI/SkyRL",
+        1673,
+        also_ok=("unknown",),
+        sufficiency="hint",
+    ),
+    told(
+        "rollouts-turn-gibberish",
+        "Dressage, Megatron, SGLang",
+        "vllm_weight_sync",
+        "Accio-Lab/Dressage",
+        1,
+        also_ok=("unknown",),
+        sufficiency="hint",
+    ),
+    told(
+        "placeholders-none",
+        "lmm-r1, vLLM",
+        "config_error",
+        "TideDra/lmm-r1",
+        52,
+        also_ok=("version_mismatch", "vllm_engine_failure", "rank_exception_masked"),
+    ),
+    told(
+        "open-r1-old-engine",
+        "open-r1, TRL, vLLM",
+        "version_mismatch",
+        "huggingface/open-r1",
+        129,
+        also_ok=("gpu_binding", "config_error", "framework_bug", "vllm_engine_failure"),
+        sufficiency="hint",
+    ),
+]
