@@ -13,7 +13,12 @@ _HANDS = (
     "export MASTER_ADDR={} MASTER_PORT=$P WORLD_SIZE={}; "
     "for r in {}; do RANK=$r LOCAL_RANK=$r python train_grpo.py {} > $OUT/rank$r.log 2>&1 & done; wait; "
 )
-_TUNE = "cp $S/tuning_job.py tune.py; T='torchrun --nproc-per-node 2 --master-port " + _PORT + " tune.py'; "
+_TUNE = (
+    "cp $S/tuning_job.py tune.py; P="
+    + _PORT
+    + "; T='torchrun --nproc-per-node 2 --master-port '$P' tune.py'; "
+    + "A='accelerate launch --cpu --num_processes 2 --main_process_port '$P' tune.py'; "
+)
 _HANGS = ("slow_collective_timeout", "rank_exception_masked", "watchdog_or_heartbeat")
 
 
@@ -49,7 +54,7 @@ ENTRIES = [
     _tune("sft-stops-early", "transformers Trainer", "benign", "python tune.py early"),
     _tune("sft-resumed", "transformers Trainer", "benign", "$T plain; rm -r out/checkpoint-18; $T resumed"),
     _tune("sft-evaluates", "transformers Trainer", "benign", "$T evaluates"),
-    _tune("dpo-accelerate", "accelerate", "benign", "accelerate launch --cpu --num_processes 2 tune.py dpo"),
+    _tune("dpo-accelerate", "accelerate", "benign", "$A dpo"),
     # The reward.
     _post("grpo-answer-unclosed", "rank_exception_masked", _RUN + "--fault reward --every", culprit=(1,)),
     _post("grpo-reward-three-wide", "rank_exception_masked", _RUN + "--fault shape --on 0 --form loguru", culprit=(0,)),
@@ -175,7 +180,7 @@ ENTRIES = [
         "dpo-column-absent",
         "accelerate",
         "rank_exception_masked",
-        "accelerate launch --cpu --num_processes 2 tune.py dpo-raises",
+        "$A dpo-raises",
         culprit=(1,),
         also_ok=("config_error",),
     ),
