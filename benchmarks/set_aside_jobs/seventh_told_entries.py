@@ -24,7 +24,8 @@ SFT or DPO. The rule was fixed before anything was looked up:
 Changed after the first queries had been answered: the search goes by the meaning of the symptom more than by F, so that
 the second query gave crashes of other programs for most F, and the first the same threads again. They are read for
 what is new in them; in addition, `F LLM fine-tuning multi-GPU RuntimeError traceback, solved` is asked for each F, and
-for the frameworks of RL `F GRPO rollout engine worker died, cause found`, and threads are taken from these as above.
+for the frameworks of RL `F GRPO rollout engine worker died, cause found`, and threads are taken from these as above. As these gave nothing of TRL, slime, AReaL, EasyR1, VLM-R1, torchtune and ROLL that could
+be taken, `F GitHub training job fails in a multi-GPU run, fixed by` is asked for each of these at the end.
 
 The truth is the class of the established cause, not of the first error line; culprits are named only where a
 careful reader of the log could.
