@@ -21,11 +21,12 @@ SFT or DPO. The rule was fixed before anything was looked up:
 4. Where this gives fewer than 60, the next results of the queries are taken in the same way, one a query.
 5. From the third query, jobs are taken whose warnings did no harm as the thread says.
 
-Changed after the first queries had been answered: the search goes by the meaning of the symptom more than by F, so that
-the second query gave crashes of other programs for most F, and the first the same threads again. They are read for
-what is new in them; in addition, `F LLM fine-tuning multi-GPU RuntimeError traceback, solved` is asked for each F, and
-for the frameworks of RL `F GRPO rollout engine worker died, cause found`, and threads are taken from these as above. As these gave nothing of TRL, slime, AReaL, EasyR1, VLM-R1, torchtune and ROLL that could
-be taken, `F GitHub training job fails in a multi-GPU run, fixed by` is asked for each of these at the end.
+Changed after the first queries had been answered: the search goes by the meaning of the symptom more than by F, so
+that the second query gave crashes of other programs for most F, and the first the same threads again. They are
+read for what is new in them; in addition, `F LLM fine-tuning multi-GPU RuntimeError traceback, solved` is asked
+for each F, and for the frameworks of RL `F GRPO rollout engine worker died, cause found`, and threads are taken
+from these as above. As these gave nothing of TRL, slime, AReaL, EasyR1, VLM-R1, torchtune and ROLL that could be
+taken, `F GitHub training job fails in a multi-GPU run, fixed by` is asked for each of these at the end.
 
 The truth is the class of the established cause, not of the first error line; culprits are named only where a
 careful reader of the log could.
@@ -210,5 +211,24 @@ ENTRIES = [
         129,
         also_ok=("gpu_binding", "config_error", "framework_bug", "vllm_engine_failure"),
         sufficiency="hint",
+    ),
+    # Settings.
+    told(
+        "eight-of-four-cards",
+        "slime, Ray",
+        "config_error",
+        "THUDM/slime",
+        148,
+        also_ok=("ray_resources_pending", "gpu_binding", "vllm_engine_failure", "unknown"),
+        sufficiency="hint",
+    ),
+    told("rlvr-keys-not-known", "open-instruct, Ray", "config_error", "allenai/open-instruct", 620),
+    told(
+        "sandbox-command-absent",
+        "ROLL, Ray",
+        "config_error",
+        "alibaba/ROLL",
+        412,
+        also_ok=("rank_exception_masked", "version_mismatch"),
     ),
 ]
