@@ -63,7 +63,7 @@ ENTRIES = [
         "remote_service_timeout",
         _RUN + _ASK + "--form json --every",
         culprit=("127.0.0.1",),
-        alt=((0, 1), (0,), (1,)),
+        alt=(("127.0.0.1:21277",), (0, 1), (0,), (1,)),
         also_ok=("rank_exception_masked",),
     ),
     _post(
@@ -71,7 +71,7 @@ ENTRIES = [
         "remote_service_timeout",
         _JUDGE.format("slow") + _RUN + _ASK + "--seconds 3 --every" + _END,
         culprit=("127.0.0.1",),
-        alt=(("reward-server",), (0, 1), (0,), (1,)),
+        alt=(("127.0.0.1:24471",), ("reward-server",), (0, 1), (0,), (1,)),
         also_ok=("rank_exception_masked",),
     ),
     # Ranks that go, stop or do something else.
@@ -94,7 +94,7 @@ ENTRIES = [
         "grpo-stopped",
         "unknown",
         _HANDS.format("127.0.0.1", 3, "0 1 2", "--fault stop --on 2 --timeout 12 --every").replace(
-            "wait; ", "sleep 40; kill -9 $(jobs -p); wait; exit 1"
+            "wait; ", "sleep 80; kill -9 $(jobs -p); wait; exit 1"
         ),
         culprit=(2,),
         also_ok=(*_HANGS, "slow_rank_preprocess", "external_kill"),
@@ -124,6 +124,7 @@ ENTRIES = [
         + '--fault disk --save ckpt"',
         culprit=(0,),
         also_ok=("rank_exception_masked",),
+        sufficiency="hint",
     ),
     _post(
         "grpo-port-held",

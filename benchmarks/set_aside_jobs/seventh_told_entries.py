@@ -28,6 +28,11 @@ for each F, and for the frameworks of RL `F GRPO rollout engine worker died, cau
 from these as above. As these gave nothing of TRL, slime, AReaL, EasyR1, VLM-R1, torchtune and ROLL that could be
 taken, `F GitHub training job fails in a multi-GPU run, fixed by` is asked for each of these at the end.
 
+What was asked in the end: the first form for all F, the second for all but R1-V, unsloth, PyTorch distributed,
+NCCL and Megatron-LM, the third for OpenRLHF, TRL, verl, DeepSpeed and PyTorch distributed, and the added ones for
+20 F. Of about 860 results, many of which came again and again, 62 threads qualified and were taken; most others
+lacked a cause, were of other programs, or were of earlier sets.
+
 The truth is the class of the established cause, not of the first error line; culprits are named only where a
 careful reader of the log could.
 """

@@ -233,7 +233,7 @@ def main():
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=A.timeout))
     LOG.info("rank %d of %d ready, pid %d", RANK, WORLD, os.getpid())
     if A.fault == "tokenize" and HERE:
-        LOG.warning("Map (num_proc=1):   4%% | 48173/1204331 examples, tokenizing before the first batch")
+        LOG.warning("Map (num_proc=1):   4% | 48173/1204331 examples, tokenizing before the first batch")
         time.sleep(A.seconds)
     policy = Policy()
     if A.fault == "weights":
