@@ -13,12 +13,7 @@ _HANDS = (
     "export MASTER_ADDR={} MASTER_PORT=$P WORLD_SIZE={}; "
     "for r in {}; do RANK=$r LOCAL_RANK=$r python train_grpo.py {} > $OUT/rank$r.log 2>&1 & done; wait; "
 )
-_TUNE = (
-    "cp $S/tuning_job.py tune.py; P="
-    + _PORT
-    + "; T='torchrun --nproc-per-node 2 --master-port '$P' tune.py'; "
-    + "A='accelerate launch --cpu --num_processes 2 --main_process_port '$P' tune.py'; "
-)
+_TUNE = "cp $S/tuning_job.py tune.py; P=" + _PORT + "; T='torchrun --nproc-per-node 2 --master-port '$P' tune.py'; "
 _HANGS = ("slow_collective_timeout", "rank_exception_masked", "watchdog_or_heartbeat")
 
 
@@ -28,7 +23,7 @@ def _post(name: str, cls: str, script: str, **about: object) -> Entry:
 
 
 def _tune(name: str, framework: str, cls: str, script: str, **about: object) -> Entry:
-    return Entry(name, framework, cls, _TUNE + script, **{"limit_s": 200, "host": "sft-12", **about})  # type: ignore[arg-type]
+    return Entry(name, framework, cls, _TUNE + script, **{"limit_s": 320, "host": "sft-12", **about})  # type: ignore[arg-type]
 
 
 ENTRIES = [
@@ -54,7 +49,7 @@ ENTRIES = [
     _tune("sft-stops-early", "transformers Trainer", "benign", "python tune.py early"),
     _tune("sft-resumed", "transformers Trainer", "benign", "$T plain; rm -r out/checkpoint-18; $T resumed"),
     _tune("sft-evaluates", "transformers Trainer", "benign", "$T evaluates"),
-    _tune("dpo-accelerate", "accelerate", "benign", "$A dpo"),
+    _tune("dpo-accelerate", "accelerate", "benign", "$T dpo"),
     # The reward.
     _post("grpo-answer-unclosed", "rank_exception_masked", _RUN + "--fault reward --every", culprit=(1,)),
     _post("grpo-reward-three-wide", "rank_exception_masked", _RUN + "--fault shape --on 0 --form loguru", culprit=(0,)),
@@ -168,6 +163,8 @@ ENTRIES = [
         "transformers Trainer",
         "external_kill",
         "$T worker-killed",
+        culprit=(0,),
+        alt=(("5006",),),
         also_ok=("host_oom", "shm_too_small", "rank_exception_masked"),
     ),
     _tune(
@@ -178,10 +175,10 @@ ENTRIES = [
         also_ok=("rank_exception_masked", "config_error"),
     ),
     _tune(
-        "dpo-column-absent",
+        "dpo-rejected-absent",
         "accelerate",
         "rank_exception_masked",
-        "$A dpo-raises",
+        "$T dpo-raises",
         culprit=(1,),
         also_ok=("config_error",),
     ),
