@@ -16,7 +16,7 @@ from lockstep.watch.diagnosis.diagnosis_context import (
     measure_inactivity,
 )
 from lockstep.watch.diagnosis.evidence import IntArray
-from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
+from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, level_of
 from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots, join_ranges
 
 _OTHER_ORDER = "waits in a different order than the others"
@@ -24,7 +24,7 @@ _MAX_TRIED = 64
 """The largest cycle in which each process is tried as the outlier, and the most processes whose progress is checked."""
 
 
-def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothesis]:
+def find_deadlocks(context: DiagnosisContext) -> list[Hypothesis]:
     """A hypothesis for each cycle or knot whose waits all last longer than `notice_s`; a shorter one may result from
     observations at different moments.
 
@@ -33,20 +33,21 @@ def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothes
     collective of the cycle, because its host does not wait and may be about to issue it.
     """
     found = []
-    for deadlock in find_cycles_and_knots(graph):
-        if graph.stalled[deadlock].all():
-            found.append(_deadlock_hypothesis(context, graph, deadlock))
+    for deadlock in find_cycles_and_knots(context.graph):
+        if context.graph.stalled[deadlock].all():
+            found.append(_deadlock_hypothesis(context, deadlock))
     return found
 
 
-def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray) -> Hypothesis:
+def _deadlock_hypothesis(context: DiagnosisContext, deadlock: IntArray) -> Hypothesis:
+    graph = context.graph
     waiters_by_node = _participants(graph, deadlock)
     involved = sorted(set().union(*waiters_by_node))
-    outliers, text, stands_out = _find_outliers(context, graph, deadlock, waiters_by_node)
+    outliers, text, stands_out = _find_outliers(context, deadlock, waiters_by_node)
     waiters = np.bincount(graph.wait_node, minlength=len(graph.seq))
     node = max(deadlock.tolist(), key=lambda each: (waiters[each], -graph.since[each]))
     only_collectives = bool((graph.edge[deadlock] < 0).all())
-    proves = only_collectives and not _host_may_issue(context, graph, deadlock, involved)
+    proves = only_collectives and not _host_may_issue(context, deadlock, involved)
     since = float(np.max(graph.since[deadlock]))
     proven = all_proven_inactive(context, involved, since)
     if proves and not proven:  # an asynchronous collective may still complete
@@ -55,7 +56,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
         )
     return Hypothesis(
         VerdictKind.CYCLE,
-        VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
+        level_of(proven),
         {"closed_circle": True, "differs_from_peers": stands_out or None},
         text,
         tuple(outliers or involved),
@@ -67,7 +68,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
             Alternative("framework_bug", 0.3),
         ),
         facts=tuple(
-            _wait_fact(context, graph, each, waiting)
+            _wait_fact(context, each, waiting)
             for each, waiting in zip(deadlock[:16].tolist(), waiters_by_node, strict=False)
         ),
         proven_by_structure=True,
@@ -75,9 +76,10 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
     )
 
 
-def _host_may_issue(context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, involved: Sequence[int]) -> bool:
+def _host_may_issue(context: DiagnosisContext, deadlock: IntArray, involved: Sequence[int]) -> bool:
     """Whether a collective of the deadlock is missing only because a process of it has not issued the collective, while
     what that process waits for is on its device: an operation posted ahead does not keep its host from going on."""
+    graph = context.graph
     members, pending = context.evidence.communicators, context.pending
     if members.on_device is None:
         return False
@@ -85,7 +87,7 @@ def _host_may_issue(context: DiagnosisContext, graph: WaitGraph, deadlock: IntAr
     waits_on_device[members.process[pending.waits & members.on_device]] = True
     suspects = [process for process in involved if waits_on_device[process]]
     for node in filter(graph.is_collective, deadlock.tolist()):
-        rows = context.members(int(graph.communicator[node]))
+        rows = context.rows_of(node)
         missing = members.process[rows][members.entered[rows] < graph.seq[node]]
         if np.isin(suspects, missing).any():
             return True
@@ -101,18 +103,18 @@ def _participants(graph: WaitGraph, deadlock: IntArray) -> list[set[int]]:
 
 
 def _find_outliers(
-    context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
+    context: DiagnosisContext, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
 ) -> tuple[list[int], str, bool]:
     """The processes of a deadlock that behave differently than the others (empty if all behave alike), a text about
     them, and whether all comparisons name them. If comparisons name different processes, all of these are named."""
-    comparisons = _compare_counts(context, graph, deadlock, waiters_by_node)
+    comparisons = _compare_counts(context, deadlock, waiters_by_node)
     if len({outliers for outliers, _, _ in comparisons}) == 1:
         outliers, _, text = min(comparisons)  # the text about the earliest wait
         return list(outliers), text, True
     contested = set().union(*(outliers for outliers, _, _ in comparisons))
     if contested and len(contested) < len(set().union(*waiters_by_node)):
         return sorted(contested), _OTHER_ORDER, False
-    by_removal = _outliers_by_removal(graph, deadlock, waiters_by_node)
+    by_removal = _outliers_by_removal(context.graph, deadlock, waiters_by_node)
     if by_removal:
         return by_removal, _OTHER_ORDER, True
     return [], "wait for each other", False
@@ -128,7 +130,7 @@ def _outliers_by_removal(graph: WaitGraph, deadlock: IntArray, waiters_by_node: 
 
 
 def _compare_counts(
-    context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
+    context: DiagnosisContext, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
 ) -> list[tuple[tuple[int, ...], float, str]]:
     """The processes whose number of calls differs from that of their peers. Returns, for each comparison that finds
     any: these outliers, the start of the wait at which their peers are compared, and a text about one of the outliers.
@@ -138,9 +140,10 @@ def _compare_counts(
     reached x after a different number of these calls, or is missing at x because it waits in such a call that its peers
     have not made. A process that waits in such a call and is not missing at x may rightly be ahead of those at x.
     """
+    graph = context.graph
     members, involved = context.evidence.communicators, set().union(*waiters_by_node)
     reached = context.pending.reached
-    kinds = _find_kinds(context, graph, deadlock, waiters_by_node)
+    kinds = _find_kinds(context, deadlock, waiters_by_node)
     found = []
     for x in deadlock.tolist():
         communicator = int(graph.communicator[x])
@@ -160,7 +163,7 @@ def _compare_counts(
             outlier_rows = [
                 row for row in rows[reached[rows] != usual].tolist() if int(members.process[row]) in involved
             ] or [
-                _membership(context, process, int(graph.communicator[y]))
+                context.membership(process, int(graph.communicator[y]))
                 for process in missing & kind.waits.keys()
                 for y in kind.waits[process]
                 if graph.communicator[y] != communicator and graph.seq[y] > usual
@@ -192,19 +195,17 @@ class _Kind:
         return found
 
 
-def _find_kinds(
-    context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
-) -> list[_Kind]:
+def _find_kinds(context: DiagnosisContext, deadlock: IntArray, waiters_by_node: Sequence[set[int]]) -> list[_Kind]:
     """The kinds of the communicators with collectives in a deadlock, without those of unknown description."""
     members = context.evidence.communicators
     nodes_by_kind: dict[tuple[str, int], list[tuple[int, set[int]]]] = {}
     for node, waiters in zip(deadlock.tolist(), waiters_by_node, strict=True):
-        communicator = int(graph.communicator[node])
+        communicator = int(context.graph.communicator[node])
         if communicator >= 0 and members.info[communicator].description:
             nodes_by_kind.setdefault(context.kind(communicator), []).append((node, waiters))
     found = []
     for nodes in nodes_by_kind.values():
-        communicators = {int(graph.communicator[node]) for node, _ in nodes}
+        communicators = {int(context.graph.communicator[node]) for node, _ in nodes}
         waits: dict[int, list[int]] = {}
         for node, waiters in nodes:
             for process in waiters:
@@ -215,12 +216,6 @@ def _find_kinds(
         rows = rows[np.argsort(members.process[rows], kind="stable")]
         found.append(_Kind(communicators, waits, rows, members.process[rows]))
     return found
-
-
-def _membership(context: DiagnosisContext, process: int, communicator: int) -> int:
-    """The row of a process's membership in a communicator."""
-    rows = context.members(communicator)
-    return int(rows.start + np.argmax(context.evidence.communicators.process[rows] == process))
 
 
 def _typical_count(counts: IntArray) -> int | None:
@@ -256,7 +251,8 @@ def _resolves(graph: WaitGraph, deadlock: IntArray, process: int) -> bool:
     return True
 
 
-def _wait_fact(context: DiagnosisContext, graph: WaitGraph, node: int, waiters: set[int]) -> Fact:
+def _wait_fact(context: DiagnosisContext, node: int, waiters: set[int]) -> Fact:
+    graph = context.graph
     names = context.evidence.processes.info
     waiting = summarize_list(sorted(waiters), 4, lambda each: names[each].name)
     blockers = graph.blockers(node)

@@ -9,7 +9,6 @@ from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothe
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.root_cause import longest_wait_on, longest_waiting_node
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
 _ANSWERS = {"lost": "named_failure", "xid": "device_reports", "ecc": "device_counts"}
 """What an error of a device answers, by its kind."""
@@ -17,13 +16,13 @@ _REPORT_S = 2.0
 """Progress within this time after an error was noticed may be older than the error."""
 
 
-def find_device_faults(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray) -> list[Hypothesis]:
+def find_device_faults(context: DiagnosisContext) -> list[Hypothesis]:
     """A hypothesis for each living process that takes part in a stall and whose device has failed."""
     found = []
     for process, devices in _likely_users(context).items():
         if context.liveness(process) not in (Liveness.RUNNING, Liveness.STOPPED) or context.note(process).ours:
             continue
-        node, waits = _stalled_node(context, graph, relevant, process)
+        node, waits = _stalled_node(context, process)
         failed = None if node is None else _first_fault(context, process, devices)
         if failed is not None:
             hypothesis = _device_hypothesis(context, process, None if waits else node, *failed)
@@ -41,12 +40,11 @@ def _likely_users(context: DiagnosisContext) -> dict[int, tuple[ProcessDevice, .
     }
 
 
-def _stalled_node(
-    context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray, process: int
-) -> tuple[int | None, bool]:
+def _stalled_node(context: DiagnosisContext, process: int) -> tuple[int | None, bool]:
     """The wait that the process holds up, or that it is in itself, None if there is none that has stalled; and whether
     the process only waits for others in it."""
-    blocked, _ = longest_wait_on(context, process, relevant)
+    graph = context.graph
+    blocked, _ = longest_wait_on(context, process)
     if blocked is not None and graph.stalled[blocked]:
         return blocked, False
     own = graph.wait_node[graph.wait_process == process]
@@ -88,7 +86,7 @@ def _device_hypothesis(
     context: DiagnosisContext, process: int, node: int | None, device: ProcessDevice, at: float, fault: DeviceFault
 ) -> Hypothesis:
     cause = fault_class(fault)
-    name = context.evidence.processes.info[process].name
+    name = context.name(process)
     return Hypothesis(
         VerdictKind.DEVICE,
         VerdictLevel.CONFIRMED,
@@ -111,7 +109,7 @@ def _other_class(cause: str) -> str:
 
 
 def _waiters(context: DiagnosisContext, node: int | None, process: int) -> tuple[int, ...]:
-    if node is None or context.graph is None:
+    if node is None:
         return ()
     return tuple(each for each in context.graph.waiters(node) if each != process)
 

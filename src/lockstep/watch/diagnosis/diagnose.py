@@ -43,19 +43,16 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
     pending = find_pending(evidence)
     graph = graphs.build_wait_graph(evidence, pending, thresholds.notice_s, always=any_ended)
     context = DiagnosisContext(evidence, thresholds, pending, graph)
-    relevant = None if graph is None else graphs.reachable_from_stalled(graph)
-    found = find_mismatches(context, relevant)
+    found = find_mismatches(context)
     if any_ended:
-        found += find_deaths(context, relevant) + find_stopped(context, relevant)
-    if graph is not None and relevant is not None and graph.stalled.any():
-        found += find_deadlocks(context, graph) + find_device_faults(context, graph, relevant)
-        found += find_lost_hosts(context, graph, relevant) + find_root_causes(context, graph, relevant)
+        found += find_deaths(context) + find_stopped(context)
+    if graph.stalled.any():
+        found += find_deadlocks(context) + find_device_faults(context)
+        found += find_lost_hosts(context) + find_root_causes(context)
         mismatched = {
             each.collective[0] for each in found if each.kind is VerdictKind.MISMATCH and each.collective is not None
         }
-        found += find_in_flight(context, graph, relevant, mismatched) + find_waits_without_blocker(
-            context, graph, relevant
-        )
+        found += find_in_flight(context, mismatched) + find_waits_without_blocker(context)
     kept = choose_explanation(context, found)
     kept.sort(key=lambda each: not context.wholes.keys().isdisjoint(each.culprits))  # parts of processes last
     kept = _merge(context, _merge(context, kept, _is_part_of, _join_part), _are_alike, _merge_pair)
@@ -136,12 +133,11 @@ def _join_part(context: DiagnosisContext, whole: Hypothesis, part: Hypothesis) -
 
 def _merge_pair(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -> Hypothesis:
     first = one if not other.since < one.since else other
-    info = context.evidence.processes.info
     culprits = {*one.culprits, *other.culprits}
     cause = one.cause if one.cause == other.cause else "unknown"
     return replace(
         first,
-        culprits=tuple(sorted(culprits, key=lambda p: (info[p].role, info[p].rank, info[p].name))),
+        culprits=context.sorted_by_rank(culprits),
         answers=(max if set(one.culprits) == culprits else min)(one, other, key=context.confidence).answers,
         cause=cause,
         facts=tuple(dict.fromkeys((*one.facts, *other.facts)))[:16],

@@ -81,7 +81,7 @@ def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
     involved = np.zeros(len(context.evidence.processes.info), dtype=np.bool_)
     communicators = np.zeros(len(members.info), dtype=np.bool_)
     involved[[*hypothesis.culprits, *hypothesis.others]] = True
-    if hypothesis.node is not None and graph is not None:
+    if hypothesis.node is not None:
         involved[graph.wait_process[graph.wait_node == hypothesis.node]] = True
         if graph.communicator[hypothesis.node] >= 0:
             communicators[graph.communicator[hypothesis.node]] = True

@@ -27,7 +27,6 @@ from lockstep.watch.diagnosis.evidence_types import FROM_CPP, CollectiveCall, Li
 from lockstep.watch.diagnosis.live_weights import Answers
 from lockstep.watch.diagnosis.member_lists import CERTAIN, LIKELY, UNDECIDED, find_different_member_lists
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray
 
 WINDOW = 64
 """The size of the comparison table per communicator, indexed by the sequence number modulo this power of two."""
@@ -61,15 +60,14 @@ class _Divergence:
         return [(int(values[i]), int(counts[i])) for i in order]
 
 
-def find_mismatches(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
+def find_mismatches(context: DiagnosisContext) -> list[Hypothesis]:
     """Hypotheses about all communicators whose members' calls or member lists do not match."""
     divergences = _find_divergences(context)
     found = [_mismatch_hypothesis(context, each) for each in divergences]
-    if context.graph is not None and relevant is not None:
-        stalled = context.graph.communicator[relevant & context.graph.stalled]
-        known = {each.communicator for each in divergences}
-        found += _find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
-    return found + find_different_member_lists(context, relevant)
+    stalled = context.graph.communicator[context.relevant & context.graph.stalled]
+    known = {each.communicator for each in divergences}
+    found += _find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
+    return found + find_different_member_lists(context)
 
 
 def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
@@ -219,10 +217,10 @@ def _may_still_be_decided(context: DiagnosisContext, divergence: _Divergence) ->
 
 
 def _may_still_call(context: DiagnosisContext, process: int, seq: int, row: int) -> bool:
-    found, graph = measure_inactivity(context, process), context.graph
+    found = measure_inactivity(context, process)
     if found.is_active(context.thresholds.notice_s):
         return True
-    waits = graph is not None and bool((graph.wait_process == process).any())
+    waits = bool((context.graph.wait_process == process).any())
     arrived = context.evidence.communicators.entered[row] >= seq
     return not (arrived or waits) and found.is_active(context.inactivity_limit_s(process))
 
@@ -289,16 +287,14 @@ def _shift_text(context: DiagnosisContext, divergence: _Divergence, right: int, 
 
 def _signatures_by_seq(context: DiagnosisContext, divergence: _Divergence, process: int) -> dict[int, int]:
     calls = context.evidence.calls
-    rows = context.members(divergence.communicator)
-    member = rows.start + int(np.argmax(context.evidence.communicators.process[rows] == process))
+    member = context.membership(process, divergence.communicator)
     own = np.flatnonzero(calls.membership == member)
     return dict(zip(calls.seq[own].tolist(), calls.signature[own].tolist(), strict=True))
 
 
 def _call_fact(context: DiagnosisContext, divergence: _Divergence, process: int) -> Fact:
     calls = context.evidence.calls
-    rows = context.members(divergence.communicator)
-    member = rows.start + int(np.argmax(context.evidence.communicators.process[rows] == process))
+    member = context.membership(process, divergence.communicator)
     call = calls.by_signature.get(_signatures_by_seq(context, divergence, process).get(divergence.seq, -1))
     site = calls.sites.get((member, divergence.seq)) or (call.site if call else "")
     info = context.evidence.processes.info[process]

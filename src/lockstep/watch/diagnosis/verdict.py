@@ -48,6 +48,11 @@ class VerdictLevel(StrEnum):
     """The verdict is confirmed and was acted upon."""
 
 
+def level_of(proven: bool) -> VerdictLevel:
+    """Confirmed if the verdict is proven, else a notice."""
+    return VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE
+
+
 @dataclass(frozen=True, slots=True)
 class Culprit:
     rank: int | None

@@ -112,7 +112,7 @@ def _collective_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[
     """Communicator and sequence number of the collective of the hypothesis; None if it has none."""
     if hypothesis.collective is not None:
         return hypothesis.collective
-    if hypothesis.node is None or context.graph is None or context.graph.communicator[hypothesis.node] < 0:
+    if hypothesis.node is None or context.graph.communicator[hypothesis.node] < 0:
         return None
     return int(context.graph.communicator[hypothesis.node]), int(context.graph.seq[hypothesis.node])
 
@@ -123,7 +123,7 @@ def _stalled_collective(
     """The collective of the hypothesis. If the others wait outside collectives, the nearest collective that this wait
     delays."""
     key, graph = _collective_key(context, hypothesis), context.graph
-    if key is None and graph is not None:
+    if key is None:
         delayed = [node for node in nodes if graph.communicator[node] >= 0]
         key = (int(graph.communicator[delayed[0]]), int(graph.seq[delayed[0]])) if delayed else None
     if key is None:
@@ -143,7 +143,6 @@ def collective_text(context: DiagnosisContext, communicator: int, seq: int) -> s
 def _node_text(context: DiagnosisContext, node: int) -> str:
     """What the processes of a node wait in, as text."""
     graph = context.graph
-    assert graph is not None
     if graph.is_collective(node):
         return collective_text(context, int(graph.communicator[node]), int(graph.seq[node]))
     edge = context.evidence.edges[int(graph.edge[node])]
@@ -154,7 +153,7 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
     """The chain of waits that ends at the culprit, and the nodes of its links; collectives are preferred to other
     waits."""
     graph, node = context.graph, hypothesis.node
-    if graph is None or node is None:
+    if node is None:
         return (), []
     links: list[WaitLink] = []
     nodes: list[int] = []
@@ -263,7 +262,6 @@ def _chain_text(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple[
     """`rank 2 has waited 41 s for rank 1 (all_reduce #5 on 'fsdp'), which waits for scorer-0 (future: scores of step
     7).`"""
     graph = context.graph
-    assert graph is not None
     assert hypothesis.node is not None
     first = chain[0]
     waits = f"has waited {first.since_s:.0f} s" if first.since_s else "waits"

@@ -85,8 +85,8 @@ class WaitGraph:
 
 def build_wait_graph(
     evidence: Evidence, pending: PendingCollectives, notice_s: float, always: bool = False
-) -> WaitGraph | None:
-    """Builds the graph. Returns None if no wait is longer than `notice_s`; with `always`, only if there is no wait."""
+) -> WaitGraph:
+    """Builds the graph. It is empty if no wait is longer than `notice_s`, unless `always`."""
     rows = np.flatnonzero(pending.waits)
     since = pending.since[rows]
     is_late = ~(_observed_at(evidence, evidence.communicators.process[rows]) - since < notice_s)
@@ -94,9 +94,8 @@ def build_wait_graph(
     late_edges = [
         not float(_observed_at(evidence, edge.process)) - _edge_since(edge) < notice_s for _, edge, _ in edges
     ]
-    any_late = is_late.any() or any(late_edges)
-    if not any_late and not (always and (len(rows) or edges)):
-        return None
+    if not (always or is_late.any() or any(late_edges)):
+        rows, since, is_late, edges = rows[:0], since[:0], is_late[:0], []
     communicator, seq, node_of = _collective_nodes(pending, rows)
     collectives = len(communicator)
     node_since = np.full(collectives + len(edges), np.inf)
