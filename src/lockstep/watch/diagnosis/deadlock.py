@@ -17,7 +17,8 @@ from lockstep.watch.diagnosis.diagnosis_context import (
 )
 from lockstep.watch.diagnosis.evidence import IntArray
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, level_of
-from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots, join_ranges
+from lockstep.watch.diagnosis.verdict_text import collective_text
+from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots, join_ranges, mask_of
 
 _OTHER_ORDER = "waits in a different order than the others"
 _MAX_TRIED = 64
@@ -83,8 +84,7 @@ def _host_may_issue(context: DiagnosisContext, deadlock: IntArray, involved: Seq
     members, pending = context.evidence.communicators, context.pending
     if members.on_device is None:
         return False
-    waits_on_device = np.zeros(graph.processes, dtype=np.bool_)
-    waits_on_device[members.process[pending.waits & members.on_device]] = True
+    waits_on_device = mask_of(graph.processes, members.process[pending.waits & members.on_device])
     suspects = [process for process in involved if waits_on_device[process]]
     for node in filter(graph.is_collective, deadlock.tolist()):
         rows = context.rows_of(node)
@@ -96,8 +96,7 @@ def _host_may_issue(context: DiagnosisContext, deadlock: IntArray, involved: Seq
 
 def _participants(graph: WaitGraph, deadlock: IntArray) -> list[set[int]]:
     """For each node of the deadlock, the processes that wait in it and block other nodes of the deadlock."""
-    blocks = np.zeros(graph.processes, dtype=np.bool_)
-    blocks[graph.block_process[np.isin(graph.block_node, deadlock)]] = True
+    blocks = mask_of(graph.processes, graph.block_process[np.isin(graph.block_node, deadlock)])
     waiters = (graph.wait_process[graph.wait_node == node] for node in deadlock.tolist())
     return [set(each[blocks[each]].tolist()) for each in waiters]
 
@@ -112,21 +111,12 @@ def _find_outliers(
         outliers, _, text = min(comparisons)  # the text about the earliest wait
         return list(outliers), text, True
     contested = set().union(*(outliers for outliers, _, _ in comparisons))
-    if contested and len(contested) < len(set().union(*waiters_by_node)):
+    if contested:
         return sorted(contested), _OTHER_ORDER, False
-    by_removal = _outliers_by_removal(context.graph, deadlock, waiters_by_node)
-    if by_removal:
-        return by_removal, _OTHER_ORDER, True
+    resolving = [each for each in sorted(set().union(*waiters_by_node)) if _resolves(context.graph, deadlock, each)]
+    if len(resolving) == 1:
+        return resolving, _OTHER_ORDER, True
     return [], "wait for each other", False
-
-
-def _outliers_by_removal(graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]) -> list[int]:
-    """The processes whose removal would resolve the deadlock, if they are fewer than the others; else empty."""
-    if len(deadlock) == 2:
-        small, large = sorted(waiters_by_node, key=len)
-        return sorted(small) if len(small) < len(large) else []
-    resolving = [each for each in sorted(set().union(*waiters_by_node)) if _resolves(graph, deadlock, each)]
-    return resolving if len(resolving) == 1 else []
 
 
 def _compare_counts(
@@ -141,8 +131,7 @@ def _compare_counts(
     have not made. A process that waits in such a call and is not missing at x may rightly be ahead of those at x.
     """
     graph = context.graph
-    members, involved = context.evidence.communicators, set().union(*waiters_by_node)
-    reached = context.pending.reached
+    members, reached = context.evidence.communicators, context.pending.reached
     kinds = _find_kinds(context, deadlock, waiters_by_node)
     found = []
     for x in deadlock.tolist():
@@ -153,23 +142,19 @@ def _compare_counts(
         arrived = members.process[rows_of_x][reached[rows_of_x] >= graph.seq[x]]
         missing = set(graph.blockers(x))
         for kind in kinds:
-            if kind.communicators == {communicator}:
-                continue
             rows = kind.rows_of(arrived)
             rows = rows[context.pending.communicator[rows] != communicator]
             usual = _typical_count(reached[rows])
             if usual is None:
                 continue
-            outlier_rows = [
-                row for row in rows[reached[rows] != usual].tolist() if int(members.process[row]) in involved
-            ] or [
+            outlier_rows = rows[reached[rows] != usual].tolist() or [
                 context.membership(process, int(graph.communicator[y]))
                 for process in missing & kind.waits.keys()
                 for y in kind.waits[process]
-                if graph.communicator[y] != communicator and graph.seq[y] > usual
+                if graph.seq[y] > usual
             ]
-            outliers = tuple(sorted({int(members.process[row]) for row in outlier_rows}))
-            if outliers and len(outliers) < len(involved):
+            if outlier_rows:
+                outliers = tuple(sorted({int(members.process[row]) for row in outlier_rows}))
                 text = min(_count_text(context, row, int(reached[row]), usual) for row in outlier_rows)
                 found.append((outliers, float(graph.since[x]), text))
     return found
@@ -179,8 +164,6 @@ def _compare_counts(
 class _Kind:
     """Parallel groups of which at least one has a collective in a deadlock."""
 
-    communicators: set[int]
-    """Those with a collective in the deadlock."""
     waits: dict[int, list[int]]
     """The nodes of the deadlock in which a process waits."""
     rows: IntArray
@@ -210,11 +193,10 @@ def _find_kinds(context: DiagnosisContext, deadlock: IntArray, waiters_by_node: 
         for node, waiters in nodes:
             for process in waiters:
                 waits.setdefault(process, []).append(node)
-        is_parallel = np.zeros(len(members.info), dtype=np.bool_)
-        is_parallel[[*communicators, *context.parallel_groups(min(communicators))]] = True
+        is_parallel = mask_of(len(members.info), [*communicators, *context.parallel_groups(min(communicators))])
         rows = np.flatnonzero(is_parallel[context.pending.communicator])
         rows = rows[np.argsort(members.process[rows], kind="stable")]
-        found.append(_Kind(communicators, waits, rows, members.process[rows]))
+        found.append(_Kind(waits, rows, members.process[rows]))
     return found
 
 
@@ -260,28 +242,7 @@ def _wait_fact(context: DiagnosisContext, node: int, waiters: set[int]) -> Fact:
     if not graph.is_collective(node):
         edge = context.evidence.edges[int(graph.edge[node])]
         return Fact(f"{waiting} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")
-    communicator, seq = int(graph.communicator[node]), int(graph.seq[node])
-    call, site = context.call(communicator, seq)
-    name = context.evidence.communicators.info[communicator].name
-    operation = call.operation if call else "collective"
+    collective = int(graph.communicator[node]), int(graph.seq[node])
+    _, site = context.call(*collective)
     at = f" at {site}" if site else ""
-    return Fact(f"{waiting} in {operation} #{seq} on '{name}'{at}, which {waits_for} has not entered", "waits")
-
-
-def find_out_of_order(context: DiagnosisContext, collectives: Sequence[tuple[int, int]]) -> list[int]:
-    """The processes that entered two of the given collectives (communicator, sequence number) in a different order than
-    the others. All members have entered these collectives and none completes, so kernels of two communicators may wait
-    for each other on the device."""
-    members = context.evidence.communicators
-    votes: dict[int, int] = {}
-    for i, (first, _) in enumerate(collectives):
-        for second, _ in collectives[i + 1 :]:
-            a, b = context.members(first), context.members(second)
-            common, ia, ib = np.intersect1d(members.process[a], members.process[b], return_indices=True)
-            lead = members.entered_at[b][ib] - members.entered_at[a][ia]
-            before, after = common[lead > 0], common[lead < 0]
-            if not len(before) or not len(after) or len(before) == len(after):
-                continue
-            for process in (before if len(before) < len(after) else after).tolist():
-                votes[process] = votes.get(process, 0) + 1
-    return sorted(votes)
+    return Fact(f"{waiting} in {collective_text(context, *collective)}{at}, which {waits_for} has not entered", "waits")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.watch.diagnosis.device_faults import class_of_failed_device
-from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity, proven_inactive
+from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, proven_inactive
 from lockstep.watch.diagnosis.effects import AFTERMATH_S, KILLED, SIMULTANEOUS_S, choose_explanation
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
 from lockstep.watch.diagnosis.failure_classes import (
@@ -60,7 +60,7 @@ def _deaths_of_incident(context: DiagnosisContext, dead: Sequence[int]) -> list[
             is_kill = int(context.evidence.processes.exit_code[processes[0]]) in KILLED
             window = SIMULTANEOUS_S if not itself else AFTERMATH_S if is_kill else np.inf
             last = ended_at[processes[0]] + window
-            first = [p for p in processes if ended_at[p] <= last or not (itself or np.isfinite(ended_at[p]))]
+            first = [p for p in processes if ended_at[p] <= last]
             found.append(_death_hypothesis(context, first, cause, dead))
     return found
 
@@ -112,10 +112,7 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
     for other, (row, process) in sorted(late.items()):
         since, ended_at = float(members.entered_at[row]), float(processes.ended_at[process])
         has_exited = context.liveness(other) is Liveness.EXITED and not processes.ended_at[other] > ended_at + 1.0
-        is_inactive = (
-            measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s
-            and context.last_activity(other) <= ended_at
-        )
+        is_inactive = context.last_activity(other) <= ended_at
         is_late = has_exited or (is_inactive and context.liveness(other) is Liveness.RUNNING)
         if context.note(other).ours or not is_late:
             continue
@@ -124,7 +121,7 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
             Hypothesis(
                 VerdictKind.DEAD if has_exited else VerdictKind.ABSENT,
                 level_of(proven),
-                {"others_gave_up": proven or None},
+                {"others_gave_up": proven},
                 "has ended with exit code 0" if has_exited else "has not entered {collective}, which others gave up on",
                 (other,),
                 collective=(int(context.pending.communicator[row]), int(members.entered[row])),
@@ -149,7 +146,7 @@ def _death_hypothesis(
         VerdictLevel.NOTICE if refused else VerdictLevel.CONFIRMED,  # the recorded calls show which rank was wrong
         {cause.end: True},
         _describe_end(context, first[0]),
-        context.sorted_by_rank(first),
+        tuple(sorted(first, key=context.rank_key)),
         node=node,
         since=float(context.evidence.processes.ended_at[first[0]]),
         cause=cause.name,

@@ -100,18 +100,11 @@ def _device_hypothesis(
         facts=tuple(Fact(f"{name}: {text}", "NVML") for text in device_texts((device,), context.at)),
         collect=("the kernel log of its host (dmesg | grep -i xid)", "nvidia-smi -q", "dcgmi diag -r 3"),
         proven_by_structure=True,
-        others=_waiters(context, node, process),
     )
 
 
 def _other_class(cause: str) -> str:
     return "cuda_kernel_error" if cause == "gpu_hardware_fault" else "gpu_hardware_fault"
-
-
-def _waiters(context: DiagnosisContext, node: int | None, process: int) -> tuple[int, ...]:
-    if node is None:
-        return ()
-    return tuple(each for each in context.graph.waiters(node) if each != process)
 
 
 def class_of_failed_device(context: DiagnosisContext, process: int, within_s: float = 60.0) -> str:

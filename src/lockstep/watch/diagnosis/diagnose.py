@@ -63,15 +63,13 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
 
 def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object, ...]:
     since = hypothesis.since if np.isfinite(hypothesis.since) else context.at
-    info = context.evidence.processes.info
-    names = tuple((info[p].role, info[p].rank, info[p].name) for p in hypothesis.culprits)
     return (
         hypothesis.level is VerdictLevel.NOTICE,
         hypothesis.kind is VerdictKind.UNKNOWN,
         not hypothesis.proven_by_structure,
         round(since, 3),
         -context.confidence(hypothesis),
-        names,
+        tuple(context.rank_key(p) for p in hypothesis.culprits),
     )
 
 
@@ -98,12 +96,12 @@ def _are_alike(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) ->
     if one.text != other.text:
         return False
     if not one.culprits and not other.culprits:
-        return bool(one.outside) or one.kind in (VerdictKind.UNKNOWN, VerdictKind.STARVED)
+        return True
     if one.kind is VerdictKind.MISMATCH and one.collective != other.collective:
         return False
     if {context.role(p) for p in one.culprits} != {context.role(p) for p in other.culprits}:
         return False
-    if set(one.culprits) & set(other.culprits) or (one.node is not None and one.node == other.node):
+    if one.node is not None and one.node == other.node:
         return True
     shared = set().union(*(context.communicators_of(p) for p in one.culprits))
     return any(shared & context.communicators_of(p) for p in other.culprits)
@@ -123,7 +121,7 @@ def _join_part(context: DiagnosisContext, whole: Hypothesis, part: Hypothesis) -
     return replace(
         whole,
         part=part.culprits[0] if whole.part is None else whole.part,
-        level=(part if part.level is VerdictLevel.CONFIRMED else whole).level,
+        level=surer.level,
         answers=surer.answers,
         proven_by_structure=surer.proven_by_structure,
         facts=(*part.facts, *whole.facts)[:16],
@@ -137,11 +135,10 @@ def _merge_pair(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -
     cause = one.cause if one.cause == other.cause else "unknown"
     return replace(
         first,
-        culprits=context.sorted_by_rank(culprits),
+        culprits=tuple(sorted(culprits, key=context.rank_key)),
         answers=(max if set(one.culprits) == culprits else min)(one, other, key=context.confidence).answers,
         cause=cause,
         facts=tuple(dict.fromkeys((*one.facts, *other.facts)))[:16],
         collect=tuple(dict.fromkeys((*one.collect, *other.collect)))[:8],
         not_excluded=tuple(sorted({*one.not_excluded, *other.not_excluded} - culprits)),
-        others=tuple({*one.others, *other.others} - culprits),
     )

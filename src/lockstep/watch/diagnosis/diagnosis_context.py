@@ -6,7 +6,7 @@ An active process is never proven to hang, however long others have waited for i
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness, Pr
 from lockstep.watch.diagnosis.live_weights import Answers, live_weights
 from lockstep.watch.diagnosis.pending import PendingCollectives
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, StallThresholds, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph, reachable_from_stalled
+from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph, mask_of, reachable_from_stalled
 
 _NO_NOTE = ProcessNote()
 _MAX_SITES = 64
@@ -65,10 +65,10 @@ class DiagnosisContext:
     def name(self, process: int) -> str:
         return self.evidence.processes.info[process].name
 
-    def sorted_by_rank(self, processes: Iterable[int]) -> tuple[int, ...]:
-        """The processes ordered by role, rank and name."""
-        info = self.evidence.processes.info
-        return tuple(sorted(processes, key=lambda each: (info[each].role, info[each].rank, info[each].name)))
+    def rank_key(self, process: int) -> tuple[str, int, str]:
+        """Role, rank and name, by which verdicts order processes."""
+        each = self.evidence.processes.info[process]
+        return each.role, each.rank, each.name
 
     @cached_property
     def wholes(self) -> Mapping[int, int]:
@@ -149,8 +149,7 @@ class DiagnosisContext:
         """`[processes]`: true for processes whose progress in some communicator is unknown, so that they may wait in a
         collective of it."""
         members = self.evidence.communicators
-        mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
-        mask[members.process[members.entered < 0]] = True
+        mask = mask_of(len(self.evidence.processes.info), members.process[members.entered < 0])
         if members.uncertain is not None:
             mask[members.process[members.uncertain]] = True
         mask[[process for process, note in self.evidence.processes.notes.items() if note.unrecorded]] = True
@@ -159,8 +158,7 @@ class DiagnosisContext:
     @cached_property
     def named_by_rank(self) -> BoolArray:
         """`[processes]`: true for members of a communicator or a rendezvous, which texts name by rank."""
-        mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
-        mask[self.evidence.communicators.process] = True
+        mask = mask_of(len(self.evidence.processes.info), self.evidence.communicators.process)
         for edge in self.evidence.edges:
             if edge.rendezvous:
                 mask[[edge.process, *edge.on]] = True

@@ -7,11 +7,10 @@ from operator import attrgetter
 import numpy as np
 
 from lockstep.base.text import summarize_list
-from lockstep.watch.diagnosis.deadlock import find_out_of_order
 from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, all_proven_inactive
 from lockstep.watch.diagnosis.evidence_types import CALL_FROM_CPP, TRANSFER, Liveness, needs_all_members
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel, level_of
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
+from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph, mask_of
 
 MAX_COMPARED = 32
 """The most collectives in flight that are compared with each other."""
@@ -24,10 +23,8 @@ _MAX_WAITERS = 256
 def find_in_flight(context: DiagnosisContext, explained: Collection[int] = ()) -> list[Hypothesis]:
     """Hypotheses about stalled collectives without a known blocker, except collectives of `explained` communicators."""
     graph = context.graph
-    blocked = np.zeros(len(graph.seq), dtype=np.bool_)
-    blocked[graph.block_node] = True
-    has_suspects = np.zeros(len(graph.seq), dtype=np.bool_)
-    has_suspects[graph.suspect_node] = True
+    blocked = mask_of(len(graph.seq), graph.block_node)
+    has_suspects = mask_of(len(graph.seq), graph.suspect_node)
     unblocked = context.relevant & graph.stalled & (graph.communicator >= 0) & ~blocked
     unblocked &= ~_waited_in_beside(graph, blocked & graph.stalled)
     nodes = [node for node in np.flatnonzero(unblocked).tolist() if int(graph.communicator[node]) not in explained]
@@ -68,11 +65,8 @@ def _uncertain_members(context: DiagnosisContext, node: int) -> list[int]:
 def _waited_in_beside(graph: WaitGraph, blocked: BoolArray) -> BoolArray:
     """`[nodes]`: those with a process that also waits in a `blocked` node. Such a process, in a batch of messages, may
     have what the first node waits for already, and be kept by the other."""
-    held_up = np.zeros(graph.processes, dtype=np.bool_)
-    held_up[graph.wait_process[blocked[graph.wait_node]]] = True
-    beside = np.zeros(len(graph.seq), dtype=np.bool_)
-    beside[graph.wait_node[held_up[graph.wait_process]]] = True
-    return beside
+    held_up = mask_of(graph.processes, graph.wait_process[blocked[graph.wait_node]])
+    return mask_of(len(graph.seq), graph.wait_node[held_up[graph.wait_process]])
 
 
 def _lagging_members(context: DiagnosisContext, node: int) -> Hypothesis | None:
@@ -95,8 +89,8 @@ def _completed_by(context: DiagnosisContext, node: int) -> int:
 def _proves_lag(context: DiagnosisContext, node: int, done: int, waiting: int) -> bool:
     """Whether `done` members that completed a collective prove that the others should have as well. One of them proves
     it if the operation needs all members. In a broadcast or a reduction the others may wait for each other, as its root
-    does in a reduction, but a single other one has nobody to wait for. Of an operation that beacons do not show, most
-    members prove it."""
+    does in a reduction, but a single other one has nobody to wait for. Of an unknown operation, most members
+    prove it."""
     communicator = int(context.graph.communicator[node])
     rows = context.members(communicator)
     if done == rows.stop - rows.start - 1:
@@ -104,8 +98,6 @@ def _proves_lag(context: DiagnosisContext, node: int, done: int, waiting: int) -
     call, _ = context.call(communicator, int(context.graph.seq[node]))
     if call is not None and call.operation != CALL_FROM_CPP.operation:
         return call.operation == TRANSFER or needs_all_members(call.operation)
-    if _is_of_dumps(context):
-        return _usually_needs_all(context, communicator)
     return done > waiting
 
 
@@ -142,15 +134,6 @@ def _stuck_devices(
 
 def _others_have(count: int) -> str:
     return "another has" if count == 1 else f"{count} others have"
-
-
-def _usually_needs_all(context: DiagnosisContext, communicator: int) -> bool:
-    """Whether calls of a communicator are known, and all of them need all members. Only dumps show all kinds of calls;
-    beacons lack those from C++, such as the broadcasts of DDP's buffers."""
-    calls = context.evidence.calls
-    own = context.pending.communicator[calls.membership] == communicator
-    known = [calls.by_signature.get(each) for each in np.unique(calls.signature[own]).tolist()]
-    return bool(known) and all(each is not None and needs_all_members(each.operation) for each in known)
 
 
 def _few_waiters(graph: WaitGraph, node: int) -> list[int]:
@@ -204,16 +187,13 @@ def _only_suspect(context: DiagnosisContext, node: int) -> Hypothesis | None:
 
 
 def _none_completes(context: DiagnosisContext, nodes: list[int]) -> list[Hypothesis]:
-    """A hypothesis about collectives that all members have entered and none completes: the members entered them in
-    different orders, or the link or the kernel is at fault."""
+    """A hypothesis about collectives that all members have entered and none completes: the link or the kernel is at
+    fault."""
     graph = context.graph
     if not nodes:
         return []
     nodes = sorted(nodes, key=lambda each: (graph.since[each], each))
-    collectives = [(int(graph.communicator[each]), int(graph.seq[each])) for each in nodes[:MAX_COMPARED]]
-    out_of_order = find_out_of_order(context, collectives) if len(nodes) > 1 else []
-    waits = np.zeros(len(graph.seq), dtype=np.bool_)
-    waits[nodes] = True
+    waits = mask_of(len(graph.seq), nodes)
     waiters = graph.wait_process[waits[graph.wait_node]][:_MAX_WAITERS].tolist()
     since = float(graph.since[nodes[0]])
     if (
@@ -222,20 +202,11 @@ def _none_completes(context: DiagnosisContext, nodes: list[int]) -> list[Hypothe
     ):
         return []  # the transfer may still be running
     proven = all_proven_inactive(context, waiters, since)
-    if out_of_order:
-        return [
-            Hypothesis(
-                VerdictKind.CYCLE, level_of(proven), {"past_limit": proven},
-                "entered its collectives in a different order than the others", tuple(out_of_order),
-                node=nodes[0], since=since,
-                alternatives=(Alternative("rank_divergent_branch", 0.5),), others=tuple(waiters),
-            )
-        ]  # fmt: skip
     return [_by_elimination(context, nodes, waiters, proven)]
 
 
 def _by_elimination(context: DiagnosisContext, nodes: list[int], waiters: list[int], proven: bool) -> Hypothesis:
-    """The hypothesis that the link or the kernel is at fault: the members entered the collectives in one order."""
+    """The hypothesis that the link or the kernel is at fault."""
     some_complete = _completed_by(context, nodes[0]) > 0
     culprits, hosts = _common_host(context, nodes)
     several_hosts = len(hosts) > 1

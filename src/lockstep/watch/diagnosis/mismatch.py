@@ -27,6 +27,7 @@ from lockstep.watch.diagnosis.evidence_types import FROM_CPP, CollectiveCall, Li
 from lockstep.watch.diagnosis.live_weights import Answers
 from lockstep.watch.diagnosis.member_lists import CERTAIN, LIKELY, UNDECIDED, find_different_member_lists
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
+from lockstep.watch.diagnosis.wait_graph import mask_of
 
 WINDOW = 64
 """The size of the comparison table per communicator, indexed by the sequence number modulo this power of two."""
@@ -87,14 +88,12 @@ def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
     differs = table[cell] != keys
     if not differs.any():
         return []
-    has_difference = np.zeros(len(context.evidence.communicators.info), dtype=np.bool_)
-    has_difference[communicator[differs]] = True
+    has_difference = mask_of(len(context.evidence.communicators.info), communicator[differs])
     rows = np.flatnonzero(has_difference[communicator])
     numbers = np.empty(len(table), dtype=np.int64)
     numbers[cell[rows]] = calls.seq[rows]
     if (numbers[cell[rows]] == calls.seq[rows]).all():  # no two numbers share a cell: only cells that differ matter
-        suspect = np.zeros(len(table), dtype=np.bool_)
-        suspect[cell[differs]] = True
+        suspect = mask_of(len(table), cell[differs])
         rows = rows[suspect[cell[rows]]]
     return _sorted_divergences(context, rows, communicator)
 

@@ -18,7 +18,7 @@ from lockstep.watch.diagnosis.evidence import WaitEdge
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.failure_classes import class_of_exit
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel, level_of
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
+from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph, mask_of
 
 _MAX_RUNNING = 64
 """The most running processes that are judged individually: those inactive for the longest time."""
@@ -357,8 +357,7 @@ def find_waits_without_blocker(context: DiagnosisContext) -> list[Hypothesis]:
     """Hypotheses about waits for a target outside the job, and about waits that no process can end."""
     graph = context.graph
     found = []
-    has_blocker = np.zeros(len(graph.seq), dtype=np.bool_)
-    has_blocker[graph.block_node] = True
+    has_blocker = mask_of(len(graph.seq), graph.block_node)
     for node in np.flatnonzero(context.relevant & (graph.edge >= 0) & ~has_blocker).tolist():
         edge = context.evidence.edges[int(graph.edge[node])]
         since = float(graph.since[node])

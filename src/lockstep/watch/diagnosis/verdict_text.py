@@ -9,7 +9,7 @@ from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.failure_classes import CLASS_FIXES
 from lockstep.watch.diagnosis.live_weights import live_weights
 from lockstep.watch.diagnosis.verdict import Culprit, StalledCollective, Verdict, VerdictKind, WaitLink
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
+from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph, mask_of
 
 MAX_LINKS = 6
 """The longest wait chain in a verdict, in links."""
@@ -158,11 +158,9 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
     links: list[WaitLink] = []
     nodes: list[int] = []
     on = hypothesis.outside or (short_label(context, hypothesis.culprits[0]) if hypothesis.culprits else "")
-    seen = np.zeros(graph.processes, dtype=np.bool_)
-    seen[list(hypothesis.culprits)] = True
+    seen = mask_of(graph.processes, list(hypothesis.culprits))
     while node is not None and len(links) < MAX_LINKS:
-        waiters = np.zeros(graph.processes, dtype=np.bool_)
-        waiters[graph.wait_process[graph.wait_node == node]] = True
+        waiters = mask_of(graph.processes, graph.wait_process[graph.wait_node == node])
         new_waiters = np.flatnonzero(waiters & ~seen)
         if not len(new_waiters):
             break
@@ -185,11 +183,9 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
 def _next_link(graph: WaitGraph, seen: BoolArray, waiters: IntArray) -> tuple[int, int | None]:
     """One of the waiting processes and the node that it blocks, preferably a collective. The node is None if the
     process blocks none."""
-    candidates = np.zeros(graph.processes, dtype=np.bool_)
-    candidates[waiters] = True
+    candidates = mask_of(graph.processes, waiters)
     blocks = candidates[graph.block_process]
-    nodes = np.zeros(len(graph.seq), dtype=np.bool_)
-    nodes[graph.wait_node[~seen[graph.wait_process]]] = True
+    nodes = mask_of(len(graph.seq), graph.wait_node[~seen[graph.wait_process]])
     blocks &= nodes[graph.block_node]
     if not blocks.any():
         return int(waiters[0]), None

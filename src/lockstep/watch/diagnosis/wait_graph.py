@@ -12,6 +12,7 @@ is blocked, an ANY edge if all are.
 The graph consists of arrays, because in a stalled job of 16,000 ranks every rank waits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,9 +63,7 @@ class WaitGraph:
 
     def waiting(self) -> BoolArray:
         """`[processes]`: true for processes that wait in some node."""
-        mask = np.zeros(self.processes, dtype=np.bool_)
-        mask[self.wait_process] = True
-        return mask
+        return mask_of(self.processes, self.wait_process)
 
     def waiters(self, node: int) -> list[int]:
         return sorted(set(self.wait_process[self.wait_node == node].tolist()))
@@ -81,6 +80,13 @@ class WaitGraph:
     def blocks(self, process: int) -> list[int]:
         """The nodes that a process blocks."""
         return sorted(set(self.block_node[self.block_process == process].tolist()))
+
+
+def mask_of(size: int, at: IntArray | Sequence[int]) -> BoolArray:
+    """`[size]`: true at the given indices."""
+    mask = np.zeros(size, dtype=np.bool_)
+    mask[at] = True
+    return mask
 
 
 def build_wait_graph(
@@ -100,8 +106,7 @@ def build_wait_graph(
     collectives = len(communicator)
     node_since = np.full(collectives + len(edges), np.inf)
     np.minimum.at(node_since, node_of, np.where(np.isnan(since), -np.inf, since))
-    stalled = np.zeros(collectives + len(edges), dtype=np.bool_)
-    stalled[node_of[is_late]] = True
+    stalled = mask_of(collectives + len(edges), node_of[is_late])
     blocks = _blockers(evidence, pending, communicator, seq, node_since)
     block_process, block_node, suspect_process, suspect_node = blocks
     for number, (_, edge, _) in enumerate(edges, collectives):
@@ -256,15 +261,12 @@ def find_permanently_blocked(graph: WaitGraph) -> tuple[BoolArray, BoolArray]:
     waits = np.arange(len(graph.wait_process))
     any_of = np.flatnonzero(graph.any_of)
     while True:
-        blocked_node = np.zeros(len(graph.seq), dtype=np.bool_)
-        blocked_node[graph.block_node[blocks]] = True
+        blocked_node = mask_of(len(graph.seq), graph.block_node[blocks])
         if len(any_of):
-            can_proceed = np.zeros(len(graph.seq), dtype=np.bool_)
-            can_proceed[graph.block_node[~blocked_process[graph.block_process]]] = True
+            can_proceed = mask_of(len(graph.seq), graph.block_node[~blocked_process[graph.block_process]])
             blocked_node[any_of] &= ~can_proceed[any_of]
         waits = waits[blocked_node[graph.wait_node[waits]]]
-        still_blocked = np.zeros(graph.processes, dtype=np.bool_)
-        still_blocked[graph.wait_process[waits]] = True
+        still_blocked = mask_of(graph.processes, graph.wait_process[waits])
         if still_blocked.sum() == blocked_process.sum():
             return still_blocked, blocked_node
         blocked_process = still_blocked
