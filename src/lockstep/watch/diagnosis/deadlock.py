@@ -242,7 +242,7 @@ def _wait_fact(context: DiagnosisContext, node: int, waiters: set[int]) -> Fact:
     if not graph.is_collective(node):
         edge = context.evidence.edges[int(graph.edge[node])]
         return Fact(f"{waiting} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")
-    collective = int(graph.communicator[node]), int(graph.seq[node])
+    collective = graph.collective(node)
     _, site = context.call(*collective)
     at = f" at {site}" if site else ""
     return Fact(f"{waiting} in {collective_text(context, *collective)}{at}, which {waits_for} has not entered", "waits")

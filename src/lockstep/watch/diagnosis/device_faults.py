@@ -1,7 +1,8 @@
 """Finds broken devices: a GPU that is lost, or reports an error that its processes cannot have outlived unharmed."""
 
-import math
 from dataclasses import replace
+
+import numpy as np
 
 from lockstep.watch.devices.device_samples import DeviceFault, device_label
 from lockstep.watch.diagnosis.device_evidence import ProcessDevice, device_texts, fault_class, strikes
@@ -26,7 +27,9 @@ def find_device_faults(context: DiagnosisContext) -> list[Hypothesis]:
         failed = None if node is None else _first_fault(context, process, devices)
         if failed is not None:
             hypothesis = _device_hypothesis(context, process, None if waits else node, *failed)
-            found.append(_doubted(hypothesis) if waits else hypothesis)
+            if waits:  # those that it waits for may be the cause instead
+                hypothesis = replace(hypothesis, level=VerdictLevel.NOTICE, proven_by_structure=False)
+            found.append(hypothesis)
     return found
 
 
@@ -52,11 +55,6 @@ def _stalled_node(context: DiagnosisContext, process: int) -> tuple[int | None, 
     return node, node is not None and bool(graph.blockers(node))
 
 
-def _doubted(hypothesis: Hypothesis) -> Hypothesis:
-    """The hypothesis about a process that waits for others, which may be the cause instead."""
-    return replace(hypothesis, level=VerdictLevel.NOTICE, proven_by_structure=False)
-
-
 def _first_fault(
     context: DiagnosisContext, process: int, devices: tuple[ProcessDevice, ...]
 ) -> tuple[ProcessDevice, float, DeviceFault] | None:
@@ -77,15 +75,14 @@ def _progressed_at(context: DiagnosisContext, process: int) -> float:
     """When a counter of the process last changed or it last completed a collective."""
     members = context.evidence.communicators
     completed = members.completed_at[members.process == process]
-    progressed = float(context.evidence.processes.progressed_at[process])
-    known = [each for each in (progressed, *completed.tolist()) if not math.isnan(each)]
-    return max(known, default=math.nan)
+    return float(np.fmax.reduce([context.evidence.processes.progressed_at[process], *completed]))
 
 
 def _device_hypothesis(
     context: DiagnosisContext, process: int, node: int | None, device: ProcessDevice, at: float, fault: DeviceFault
 ) -> Hypothesis:
     cause = fault_class(fault)
+    other = "cuda_kernel_error" if cause == "gpu_hardware_fault" else "gpu_hardware_fault"
     name = context.name(process)
     return Hypothesis(
         VerdictKind.DEVICE,
@@ -96,15 +93,11 @@ def _device_hypothesis(
         node=node,
         since=at,
         cause=cause,
-        alternatives=() if fault.kind != "xid" else (Alternative(_other_class(cause), 0.15),),
+        alternatives=() if fault.kind != "xid" else (Alternative(other, 0.15),),
         facts=tuple(Fact(f"{name}: {text}", "NVML") for text in device_texts((device,), context.at)),
         collect=("the kernel log of its host (dmesg | grep -i xid)", "nvidia-smi -q", "dcgmi diag -r 3"),
         proven_by_structure=True,
     )
-
-
-def _other_class(cause: str) -> str:
-    return "cuda_kernel_error" if cause == "gpu_hardware_fault" else "gpu_hardware_fault"
 
 
 def class_of_failed_device(context: DiagnosisContext, process: int, within_s: float = 60.0) -> str:

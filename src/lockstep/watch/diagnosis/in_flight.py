@@ -196,10 +196,8 @@ def _none_completes(context: DiagnosisContext, nodes: list[int]) -> list[Hypothe
     waits = mask_of(len(graph.seq), nodes)
     waiters = graph.wait_process[waits[graph.wait_node]][:_MAX_WAITERS].tolist()
     since = float(graph.since[nodes[0]])
-    if (
-        _any_active(context, waiters)
-        and context.at - since < context.thresholds.busy_factor * context.thresholds.notice_s
-    ):
+    is_active = (context.at - context.worked_at[waiters] < context.thresholds.notice_s).any()
+    if is_active and context.at - since < context.thresholds.busy_factor * context.thresholds.notice_s:
         return []  # the transfer may still be running
     proven = all_proven_inactive(context, waiters, since)
     return [_by_elimination(context, nodes, waiters, proven)]
@@ -232,12 +230,6 @@ def _by_elimination(context: DiagnosisContext, nodes: list[int], waiters: list[i
         ),
         not_excluded=tuple(each for node in nodes for each in _may_have_stopped(context, node)),
     )
-
-
-def _any_active(context: DiagnosisContext, processes: list[int]) -> bool:
-    """Whether any of the processes uses CPU, a network or a GPU."""
-    rows = np.array(processes, dtype=np.int64)
-    return bool((context.at - context.worked_at[rows] < context.thresholds.notice_s).any())
 
 
 def _common_host(context: DiagnosisContext, nodes: list[int]) -> tuple[list[int], set[str]]:

@@ -155,7 +155,7 @@ def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> 
 def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tuple[int | None, Answers, str]:
     """The signature of the correct call (None if unknown), what speaks for it, and a sentence with the reason."""
     scheduled = context.evidence.calls.schedule.get((divergence.communicator, divergence.seq))
-    if scheduled is not None and (divergence.signature != np.uint64(scheduled)).any():
+    if scheduled is not None:
         return scheduled, CERTAIN, "The step's schedule expects the other call."
     rows = context.members(divergence.communicator)
     size = rows.stop - rows.start
@@ -269,19 +269,20 @@ def _call_name(call: CollectiveCall | None) -> str:
 def _shift_text(context: DiagnosisContext, divergence: _Divergence, right: int, wrong: int) -> str:
     """`skipped` if the culprits are one call ahead of the others from the divergence on, `extra` if they are one call
     behind, else empty."""
-    right_ones, wrong_ones = divergence.of(right), divergence.of(wrong)
-    if not len(right_ones) or not len(wrong_ones):
+    if not len(divergence.of(right)):
         return ""
-    majority, culprit = int(right_ones[0]), int(wrong_ones[0])
+    majority, culprit = int(divergence.of(right)[0]), int(divergence.of(wrong)[0])
     theirs, ours = _signatures_by_seq(context, divergence, majority), _signatures_by_seq(context, divergence, culprit)
-    seq = divergence.seq
-    ahead = [ours[s] == theirs[s + 1] for s in sorted(ours) if s >= seq and s + 1 in theirs]
-    behind = [ours[s + 1] == theirs[s] for s in sorted(theirs) if s >= seq and s + 1 in ours]
-    if ahead and all(ahead) and not (behind and all(behind)):
-        return "skipped"
-    if behind and all(behind) and not (ahead and all(ahead)):
-        return "extra"
-    return ""
+    ahead, behind = _shifts(ours, theirs, divergence.seq)
+    return "" if ahead == behind else "skipped" if ahead else "extra"
+
+
+def _shifts(own: Mapping[int, object], usual: Mapping[int, object], first: int, least: int = 1) -> tuple[bool, bool]:
+    """Whether the calls of a member from a sequence number on are the usual ones, one call ahead or one behind; at
+    least `least` of them must be comparable."""
+    ahead = [own[seq] == usual[seq + 1] for seq in own if seq >= first and seq + 1 in usual]
+    behind = [own[seq + 1] == usual[seq] for seq in usual if seq >= first and seq + 1 in own]
+    return len(ahead) >= least and all(ahead), len(behind) >= least and all(behind)
 
 
 def _signatures_by_seq(context: DiagnosisContext, divergence: _Divergence, process: int) -> dict[int, int]:
@@ -349,12 +350,10 @@ def _detect_shift(
     diverged_at = next((seq for seq in sorted(own) if seq in usual and own[seq] != usual[seq]), None)
     if diverged_at is None:
         return None
-    later = [seq for seq in own if seq >= diverged_at]
-    skipped = [own[seq] == usual[seq + 1] for seq in later if seq + 1 in usual]
-    extra = [own[seq] == usual[seq - 1] for seq in later if seq - 1 in usual and seq > diverged_at]
-    if len(skipped) >= 2 and all(skipped):
+    skipped, extra = _shifts(own, usual, diverged_at, least=2)
+    if skipped:
         text = f"skipped the call at {usual[diverged_at]} before {{collective}}"
-    elif len(extra) >= 2 and all(extra):
+    elif extra:
         text = f"made an extra call at {own[diverged_at]}, as {{collective}}"
     else:
         return None

@@ -29,22 +29,16 @@ def find_root_causes(context: DiagnosisContext) -> list[Hypothesis]:
     graph = context.graph
     waiting = graph.waiting()
     rows = np.flatnonzero(context.relevant[graph.block_node] & ~waiting[graph.block_process])
-    nodes_of_blocker: dict[int, list[int]] = {}
+    blocked_by: dict[Liveness, dict[int, list[int]]] = {state: {} for state in Liveness}
     for process, node in zip(graph.block_process[rows].tolist(), graph.block_node[rows].tolist(), strict=True):
         if not _has_alternative(context, waiting, node, process):
-            nodes_of_blocker.setdefault(process, []).append(node)
-    exited = {p: nodes for p, nodes in nodes_of_blocker.items() if context.liveness(p) is Liveness.EXITED}
-    found = _exited_early(context, exited)
-    running = {
-        p: nodes
-        for p, nodes in nodes_of_blocker.items()
-        if context.liveness(p) is Liveness.RUNNING and not context.note(p).ours
-    }
+            blocked_by[context.liveness(process)].setdefault(process, []).append(node)
+    found = _exited_early(context, blocked_by[Liveness.EXITED])
+    running = {p: nodes for p, nodes in blocked_by[Liveness.RUNNING].items() if not context.note(p).ours}
     for process in _least_active(context, running):
         found += _judge_running(context, process, running[process])
-    for process, nodes in nodes_of_blocker.items():
-        if context.liveness(process) is Liveness.UNSEEN:
-            found += _never_joined(context, process, nodes)
+    for process, nodes in blocked_by[Liveness.UNSEEN].items():
+        found += _never_joined(context, process, nodes)
     return found
 
 
@@ -138,7 +132,6 @@ def _exited_early(context: DiagnosisContext, exited: dict[int, list[int]]) -> li
     waiting processes made an extra call. `exited` holds the nodes that each of them blocks."""
     graph = context.graph
     found: list[Hypothesis] = []
-    extra_calls: set[int] = set()
     for process, nodes in exited.items():
         if context.note(process).ours:
             continue
@@ -146,9 +139,7 @@ def _exited_early(context: DiagnosisContext, exited: dict[int, list[int]]) -> li
         # Most members exited normally instead of entering, so those that entered made an extra call.
         extra = next((node for node, (now, out, size) in counts.items() if out > now and 2 * out > size), None)
         if extra is not None:
-            if extra not in extra_calls:
-                extra_calls.add(extra)
-                found.append(_extra_collective(context, extra))
+            found.append(_extra_collective(context, extra))
             continue
         node, _ = longest_waiting_node(graph, nodes)
         cause = class_of_exit(Liveness.EXITED, 0, context.note(process))
@@ -247,7 +238,7 @@ def _judge_running(context: DiagnosisContext, process: int, nodes: list[int]) ->
     if idle_wait is not None and any(context.liveness(each) is not Liveness.RUNNING for each in idle_wait.on):
         return []  # the client that should send the next request is not running
     inactivity, notice_s = measure_inactivity(context, process), context.thresholds.notice_s
-    in_collective, has_issued = graph.is_collective(node), _has_issued(context, process, node)
+    has_issued = _has_issued(context, process, node)
     is_active, is_spinning = inactivity.is_active(notice_s), inactivity.spins(notice_s)
     works = is_active and not is_spinning
     is_slow = works and _far_behind(context, process, node)
@@ -263,7 +254,10 @@ def _judge_running(context: DiagnosisContext, process: int, nodes: list[int]) ->
         answers["at_rest"] = not (np.isnan(inactivity.stack_s) or may_compute)
     else:
         answers |= {"spins": is_spinning, "works": works}
-    text = "has not entered {collective}" if in_collective else _absence_text(context, node)
+    rendezvous = _rendezvous_of(context, node)
+    text = f"has not joined {rendezvous}" if rendezvous else "does not answer"
+    if context.graph.is_collective(node):
+        text = "has not entered {collective}"
     if has_issued:
         device_rests = context.device_idle_s(process) >= notice_s
         why = "it runs no kernel" if device_rests else "an earlier kernel has not ended"
@@ -277,7 +271,7 @@ def _judge_running(context: DiagnosisContext, process: int, nodes: list[int]) ->
             (process,),
             node=node,
             since=since,
-            cause="rendezvous_incomplete" if _rendezvous_of(context, node) else "unknown",
+            cause="rendezvous_incomplete" if rendezvous else "unknown",
             alternatives=_likely_causes(context, process, is_slow),
             facts=inactivity_facts(context, process),
             collect=_missing_evidence(context, process, inactivity, progress_unknown),
@@ -304,11 +298,6 @@ def _rendezvous_of(context: DiagnosisContext, node: int) -> str:
         if not context.graph.is_collective(node)
         else ""
     )
-
-
-def _absence_text(context: DiagnosisContext, node: int) -> str:
-    rendezvous = _rendezvous_of(context, node)
-    return f"has not joined {rendezvous}" if rendezvous else "does not answer"
 
 
 def _missing_evidence(

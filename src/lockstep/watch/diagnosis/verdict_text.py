@@ -62,24 +62,17 @@ def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
     )
 
 
-def process_label(context: DiagnosisContext, process: int) -> str:
-    """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for a process in no communicator; a part with its process."""
+def process_label(context: DiagnosisContext, process: int, short: bool = False) -> str:
+    """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for a process in no communicator; a part with its process. If
+    `short`, without role and host."""
     each = context.evidence.processes.info[process]
     if process in context.wholes:
-        return f"child {each.pid} of {process_label(context, context.wholes[process])}"
-    host = f"host {each.host}" if each.host else ""
-    if each.rank >= 0 and context.named_by_rank[process]:
-        about = ", ".join(part for part in (_role_text(each.role), host) if part)
-        return f"rank {each.rank} ({about})" if about else f"rank {each.rank}"
-    return f"{each.name} ({host})" if host else each.name
-
-
-def short_label(context: DiagnosisContext, process: int) -> str:
-    """`rank 1`, or `scorer-0` for a process in no communicator; a part with its process."""
-    each = context.evidence.processes.info[process]
-    if process in context.wholes:
-        return f"child {each.pid} of {short_label(context, context.wholes[process])}"
-    return f"rank {each.rank}" if each.rank >= 0 and context.named_by_rank[process] else each.name
+        return f"child {each.pid} of {process_label(context, context.wholes[process], short)}"
+    has_rank = each.rank >= 0 and bool(context.named_by_rank[process])
+    about = [_role_text(each.role) if has_rank else "", f"host {each.host}" if each.host else ""]
+    details = "" if short else ", ".join(filter(None, about))
+    name = f"rank {each.rank}" if has_rank else each.name
+    return f"{name} ({details})" if details else name
 
 
 def join_labels(context: DiagnosisContext, processes: tuple[int, ...]) -> str:
@@ -112,9 +105,9 @@ def _collective_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[
     """Communicator and sequence number of the collective of the hypothesis; None if it has none."""
     if hypothesis.collective is not None:
         return hypothesis.collective
-    if hypothesis.node is None or context.graph.communicator[hypothesis.node] < 0:
+    if hypothesis.node is None or not context.graph.is_collective(hypothesis.node):
         return None
-    return int(context.graph.communicator[hypothesis.node]), int(context.graph.seq[hypothesis.node])
+    return context.graph.collective(hypothesis.node)
 
 
 def _stalled_collective(
@@ -124,8 +117,7 @@ def _stalled_collective(
     delays."""
     key, graph = _collective_key(context, hypothesis), context.graph
     if key is None:
-        delayed = [node for node in nodes if graph.communicator[node] >= 0]
-        key = (int(graph.communicator[delayed[0]]), int(graph.seq[delayed[0]])) if delayed else None
+        key = next((graph.collective(node) for node in nodes if graph.is_collective(node)), None)
     if key is None:
         return None
     call, site = context.call(*key)
@@ -144,7 +136,7 @@ def _node_text(context: DiagnosisContext, node: int) -> str:
     """What the processes of a node wait in, as text."""
     graph = context.graph
     if graph.is_collective(node):
-        return collective_text(context, int(graph.communicator[node]), int(graph.seq[node]))
+        return collective_text(context, *graph.collective(node))
     edge = context.evidence.edges[int(graph.edge[node])]
     return f"{edge.kind}: {edge.why}" if edge.kind and edge.why else edge.why or edge.kind or "a wait"
 
@@ -157,7 +149,9 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
         return (), []
     links: list[WaitLink] = []
     nodes: list[int] = []
-    on = hypothesis.outside or (short_label(context, hypothesis.culprits[0]) if hypothesis.culprits else "")
+    on = hypothesis.outside or (
+        process_label(context, hypothesis.culprits[0], short=True) if hypothesis.culprits else ""
+    )
     seen = mask_of(graph.processes, list(hypothesis.culprits))
     while node is not None and len(links) < MAX_LINKS:
         waiters = mask_of(graph.processes, graph.wait_process[graph.wait_node == node])
@@ -169,14 +163,14 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
         since = context.at - float(graph.since[node])
         links.append(
             WaitLink(
-                short_label(context, waiter),
+                process_label(context, waiter, short=True),
                 on,
                 _node_text(context, node),
                 round(since, 1) if np.isfinite(since) else None,
             )
         )
         nodes.append(node)
-        on, node = short_label(context, waiter), behind
+        on, node = process_label(context, waiter, short=True), behind
     return tuple(reversed(links)), nodes
 
 
@@ -233,7 +227,7 @@ def _locations_text(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
         return f"; its child {context.evidence.processes.info[hypothesis.part].pid} {where}" if where else ""
     one = len(hypothesis.culprits) == 1
     found = [(process, _location_text(context, process)) for process in hypothesis.culprits]
-    return "".join(f"; {'it' if one else short_label(context, p)} {where}" for p, where in found if where)
+    return "".join(f"; {'it' if one else process_label(context, p, short=True)} {where}" for p, where in found if where)
 
 
 def _location_text(context: DiagnosisContext, process: int) -> str:

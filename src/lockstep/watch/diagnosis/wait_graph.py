@@ -61,6 +61,10 @@ class WaitGraph:
     def is_collective(self, node: int) -> bool:
         return bool(self.edge[node] < 0)
 
+    def collective(self, node: int) -> tuple[int, int]:
+        """Communicator and sequence number of a node that is a collective."""
+        return int(self.communicator[node]), int(self.seq[node])
+
     def waiting(self) -> BoolArray:
         """`[processes]`: true for processes that wait in some node."""
         return mask_of(self.processes, self.wait_process)
@@ -101,17 +105,15 @@ def build_wait_graph(
         not float(_observed_at(evidence, edge.process)) - _edge_since(edge) < notice_s for _, edge, _ in edges
     ]
     if not (always or is_late.any() or any(late_edges)):
-        rows, since, is_late, edges = rows[:0], since[:0], is_late[:0], []
+        rows, since, is_late, edges, late_edges = rows[:0], since[:0], is_late[:0], [], []
     communicator, seq, node_of = _collective_nodes(pending, rows)
     collectives = len(communicator)
     node_since = np.full(collectives + len(edges), np.inf)
     np.minimum.at(node_since, node_of, np.where(np.isnan(since), -np.inf, since))
-    stalled = mask_of(collectives + len(edges), node_of[is_late])
+    stalled = np.append(mask_of(collectives, node_of[is_late]), np.array(late_edges, dtype=np.bool_))
     blocks = _blockers(evidence, pending, communicator, seq, node_since)
     block_process, block_node, suspect_process, suspect_node = blocks
-    for number, (_, edge, _) in enumerate(edges, collectives):
-        node_since[number] = _edge_since(edge)
-        stalled[number] = late_edges[number - collectives]
+    node_since[collectives:] = [_edge_since(edge) for _, edge, _ in edges]
     edge_blocks = [(process, number) for number, (_, _, on) in enumerate(edges, collectives) for process in on]
     edge_block_rows = np.array(edge_blocks, dtype=np.int64).reshape(-1, 2)
     no_collective = np.full(len(edges), -1, dtype=np.int64)
@@ -158,12 +160,9 @@ def _collective_nodes(pending: PendingCollectives, rows: IntArray) -> tuple[IntA
     if width * len(lowest) > _MAX_TABLE_CELLS:  # a member is far ahead: number the distinct offsets
         keys, dense = np.unique(np.stack([communicator, offset]), axis=1, return_inverse=True)
         first = np.searchsorted(keys[0], keys[0])
-        offset = (np.arange(keys.shape[1]) - first)[dense.reshape(-1)]
-        real = keys[1]
-        offset = np.minimum(offset, LEVELS - 1)
         place = first + np.minimum(np.arange(keys.shape[1]) - first, LEVELS - 1)
         used, node_of = np.unique(place[dense.reshape(-1)], return_inverse=True)
-        return keys[0][used], real[used] + lowest[keys[0][used]], node_of.reshape(-1)
+        return keys[0][used], keys[1][used] + lowest[keys[0][used]], node_of.reshape(-1)
     flags = np.zeros((len(lowest), width), dtype=np.bool_)
     flags[communicator, offset] = True
     if width > LEVELS:
