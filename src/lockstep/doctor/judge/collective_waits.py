@@ -151,7 +151,6 @@ def waits_by_rank(history: JobHistory) -> Mapping[int, CollectiveWait]:
         if each.rank is not None and each.rank not in found:
             found[each.rank] = each
     _add_watchdog_reports(history, found)
-    _add_enqueued(history, found)
     return found
 
 
@@ -179,20 +178,6 @@ def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait])
                 numel=timeout.numel if known.numel is None else known.numel,
                 started=started if known.started is None else known.started,
                 timed_out=True, peer_lost=False, operation=known.operation or normalize_collective(timeout.operation),
-            )  # fmt: skip
-
-
-def _add_enqueued(history: JobHistory, found: dict[int, CollectiveWait]) -> None:
-    """Adds ranks that report having entered the timed-out collective without completing it."""
-    first = next((each for each in found.values() if each.seq is not None), None)
-    if first is None or first.seq is None:
-        return
-    for each in history.facts("work_state"):
-        rank, fields = history.reporting_rank(each), each.fields
-        if rank is not None and rank not in found and int(fields["completed"]) < first.seq <= int(fields["enqueued"]):
-            found[rank] = CollectiveWait(
-                rank, first.operation, timed_out=True, seq=first.seq, numel=first.numel, started=first.started,
-                file=each.file, line=each.line, text=each.text,
             )  # fmt: skip
 
 

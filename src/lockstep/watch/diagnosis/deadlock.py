@@ -16,15 +16,16 @@ from lockstep.watch.diagnosis.diagnosis_context import (
     measure_inactivity,
 )
 from lockstep.watch.diagnosis.evidence import IntArray
-from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots, join_ranges
+from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, level_of
+from lockstep.watch.diagnosis.verdict_text import collective_text
+from lockstep.watch.diagnosis.wait_graph import WaitGraph, find_cycles_and_knots, join_ranges, mask_of
 
 _OTHER_ORDER = "waits in a different order than the others"
 _MAX_TRIED = 64
 """The largest cycle in which each process is tried as the outlier, and the most processes whose progress is checked."""
 
 
-def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothesis]:
+def find_deadlocks(context: DiagnosisContext) -> list[Hypothesis]:
     """A hypothesis for each cycle or knot whose waits all last longer than `notice_s`; a shorter one may result from
     observations at different moments.
 
@@ -33,20 +34,21 @@ def find_deadlocks(context: DiagnosisContext, graph: WaitGraph) -> list[Hypothes
     collective of the cycle, because its host does not wait and may be about to issue it.
     """
     found = []
-    for deadlock in find_cycles_and_knots(graph):
-        if graph.stalled[deadlock].all():
-            found.append(_deadlock_hypothesis(context, graph, deadlock))
+    for deadlock in find_cycles_and_knots(context.graph):
+        if context.graph.stalled[deadlock].all():
+            found.append(_deadlock_hypothesis(context, deadlock))
     return found
 
 
-def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray) -> Hypothesis:
+def _deadlock_hypothesis(context: DiagnosisContext, deadlock: IntArray) -> Hypothesis:
+    graph = context.graph
     waiters_by_node = _participants(graph, deadlock)
     involved = sorted(set().union(*waiters_by_node))
-    outliers, text, stands_out = _find_outliers(context, graph, deadlock, waiters_by_node)
+    outliers, text, stands_out = _find_outliers(context, deadlock, waiters_by_node)
     waiters = np.bincount(graph.wait_node, minlength=len(graph.seq))
     node = max(deadlock.tolist(), key=lambda each: (waiters[each], -graph.since[each]))
     only_collectives = bool((graph.edge[deadlock] < 0).all())
-    proves = only_collectives and not _host_may_issue(context, graph, deadlock, involved)
+    proves = only_collectives and not _host_may_issue(context, deadlock, involved)
     since = float(np.max(graph.since[deadlock]))
     proven = all_proven_inactive(context, involved, since)
     if proves and not proven:  # an asynchronous collective may still complete
@@ -55,7 +57,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
         )
     return Hypothesis(
         VerdictKind.CYCLE,
-        VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
+        level_of(proven),
         {"closed_circle": True, "differs_from_peers": stands_out or None},
         text,
         tuple(outliers or involved),
@@ -67,7 +69,7 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
             Alternative("framework_bug", 0.3),
         ),
         facts=tuple(
-            _wait_fact(context, graph, each, waiting)
+            _wait_fact(context, each, waiting)
             for each, waiting in zip(deadlock[:16].tolist(), waiters_by_node, strict=False)
         ),
         proven_by_structure=True,
@@ -75,17 +77,17 @@ def _deadlock_hypothesis(context: DiagnosisContext, graph: WaitGraph, deadlock: 
     )
 
 
-def _host_may_issue(context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, involved: Sequence[int]) -> bool:
+def _host_may_issue(context: DiagnosisContext, deadlock: IntArray, involved: Sequence[int]) -> bool:
     """Whether a collective of the deadlock is missing only because a process of it has not issued the collective, while
     what that process waits for is on its device: an operation posted ahead does not keep its host from going on."""
+    graph = context.graph
     members, pending = context.evidence.communicators, context.pending
     if members.on_device is None:
         return False
-    waits_on_device = np.zeros(graph.processes, dtype=np.bool_)
-    waits_on_device[members.process[pending.waits & members.on_device]] = True
+    waits_on_device = mask_of(graph.processes, members.process[pending.waits & members.on_device])
     suspects = [process for process in involved if waits_on_device[process]]
     for node in filter(graph.is_collective, deadlock.tolist()):
-        rows = context.members(int(graph.communicator[node]))
+        rows = context.rows_of(node)
         missing = members.process[rows][members.entered[rows] < graph.seq[node]]
         if np.isin(suspects, missing).any():
             return True
@@ -94,41 +96,31 @@ def _host_may_issue(context: DiagnosisContext, graph: WaitGraph, deadlock: IntAr
 
 def _participants(graph: WaitGraph, deadlock: IntArray) -> list[set[int]]:
     """For each node of the deadlock, the processes that wait in it and block other nodes of the deadlock."""
-    blocks = np.zeros(graph.processes, dtype=np.bool_)
-    blocks[graph.block_process[np.isin(graph.block_node, deadlock)]] = True
+    blocks = mask_of(graph.processes, graph.block_process[np.isin(graph.block_node, deadlock)])
     waiters = (graph.wait_process[graph.wait_node == node] for node in deadlock.tolist())
     return [set(each[blocks[each]].tolist()) for each in waiters]
 
 
 def _find_outliers(
-    context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
+    context: DiagnosisContext, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
 ) -> tuple[list[int], str, bool]:
     """The processes of a deadlock that behave differently than the others (empty if all behave alike), a text about
     them, and whether all comparisons name them. If comparisons name different processes, all of these are named."""
-    comparisons = _compare_counts(context, graph, deadlock, waiters_by_node)
+    comparisons = _compare_counts(context, deadlock, waiters_by_node)
     if len({outliers for outliers, _, _ in comparisons}) == 1:
         outliers, _, text = min(comparisons)  # the text about the earliest wait
         return list(outliers), text, True
     contested = set().union(*(outliers for outliers, _, _ in comparisons))
-    if contested and len(contested) < len(set().union(*waiters_by_node)):
+    if contested:
         return sorted(contested), _OTHER_ORDER, False
-    by_removal = _outliers_by_removal(graph, deadlock, waiters_by_node)
-    if by_removal:
-        return by_removal, _OTHER_ORDER, True
+    resolving = [each for each in sorted(set().union(*waiters_by_node)) if _resolves(context.graph, deadlock, each)]
+    if len(resolving) == 1:
+        return resolving, _OTHER_ORDER, True
     return [], "wait for each other", False
 
 
-def _outliers_by_removal(graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]) -> list[int]:
-    """The processes whose removal would resolve the deadlock, if they are fewer than the others; else empty."""
-    if len(deadlock) == 2:
-        small, large = sorted(waiters_by_node, key=len)
-        return sorted(small) if len(small) < len(large) else []
-    resolving = [each for each in sorted(set().union(*waiters_by_node)) if _resolves(graph, deadlock, each)]
-    return resolving if len(resolving) == 1 else []
-
-
 def _compare_counts(
-    context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
+    context: DiagnosisContext, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
 ) -> list[tuple[tuple[int, ...], float, str]]:
     """The processes whose number of calls differs from that of their peers. Returns, for each comparison that finds
     any: these outliers, the start of the wait at which their peers are compared, and a text about one of the outliers.
@@ -138,9 +130,9 @@ def _compare_counts(
     reached x after a different number of these calls, or is missing at x because it waits in such a call that its peers
     have not made. A process that waits in such a call and is not missing at x may rightly be ahead of those at x.
     """
-    members, involved = context.evidence.communicators, set().union(*waiters_by_node)
-    reached = context.pending.reached
-    kinds = _find_kinds(context, graph, deadlock, waiters_by_node)
+    graph = context.graph
+    members, reached = context.evidence.communicators, context.pending.reached
+    kinds = _find_kinds(context, deadlock, waiters_by_node)
     found = []
     for x in deadlock.tolist():
         communicator = int(graph.communicator[x])
@@ -150,23 +142,19 @@ def _compare_counts(
         arrived = members.process[rows_of_x][reached[rows_of_x] >= graph.seq[x]]
         missing = set(graph.blockers(x))
         for kind in kinds:
-            if kind.communicators == {communicator}:
-                continue
             rows = kind.rows_of(arrived)
             rows = rows[context.pending.communicator[rows] != communicator]
             usual = _typical_count(reached[rows])
             if usual is None:
                 continue
-            outlier_rows = [
-                row for row in rows[reached[rows] != usual].tolist() if int(members.process[row]) in involved
-            ] or [
-                _membership(context, process, int(graph.communicator[y]))
+            outlier_rows = rows[reached[rows] != usual].tolist() or [
+                context.membership(process, int(graph.communicator[y]))
                 for process in missing & kind.waits.keys()
                 for y in kind.waits[process]
-                if graph.communicator[y] != communicator and graph.seq[y] > usual
+                if graph.seq[y] > usual
             ]
-            outliers = tuple(sorted({int(members.process[row]) for row in outlier_rows}))
-            if outliers and len(outliers) < len(involved):
+            if outlier_rows:
+                outliers = tuple(sorted({int(members.process[row]) for row in outlier_rows}))
                 text = min(_count_text(context, row, int(reached[row]), usual) for row in outlier_rows)
                 found.append((outliers, float(graph.since[x]), text))
     return found
@@ -176,8 +164,6 @@ def _compare_counts(
 class _Kind:
     """Parallel groups of which at least one has a collective in a deadlock."""
 
-    communicators: set[int]
-    """Those with a collective in the deadlock."""
     waits: dict[int, list[int]]
     """The nodes of the deadlock in which a process waits."""
     rows: IntArray
@@ -192,35 +178,26 @@ class _Kind:
         return found
 
 
-def _find_kinds(
-    context: DiagnosisContext, graph: WaitGraph, deadlock: IntArray, waiters_by_node: Sequence[set[int]]
-) -> list[_Kind]:
+def _find_kinds(context: DiagnosisContext, deadlock: IntArray, waiters_by_node: Sequence[set[int]]) -> list[_Kind]:
     """The kinds of the communicators with collectives in a deadlock, without those of unknown description."""
     members = context.evidence.communicators
     nodes_by_kind: dict[tuple[str, int], list[tuple[int, set[int]]]] = {}
     for node, waiters in zip(deadlock.tolist(), waiters_by_node, strict=True):
-        communicator = int(graph.communicator[node])
+        communicator = int(context.graph.communicator[node])
         if communicator >= 0 and members.info[communicator].description:
             nodes_by_kind.setdefault(context.kind(communicator), []).append((node, waiters))
     found = []
     for nodes in nodes_by_kind.values():
-        communicators = {int(graph.communicator[node]) for node, _ in nodes}
+        communicators = {int(context.graph.communicator[node]) for node, _ in nodes}
         waits: dict[int, list[int]] = {}
         for node, waiters in nodes:
             for process in waiters:
                 waits.setdefault(process, []).append(node)
-        is_parallel = np.zeros(len(members.info), dtype=np.bool_)
-        is_parallel[[*communicators, *context.parallel_groups(min(communicators))]] = True
+        is_parallel = mask_of(len(members.info), [*communicators, *context.parallel_groups(min(communicators))])
         rows = np.flatnonzero(is_parallel[context.pending.communicator])
         rows = rows[np.argsort(members.process[rows], kind="stable")]
-        found.append(_Kind(communicators, waits, rows, members.process[rows]))
+        found.append(_Kind(waits, rows, members.process[rows]))
     return found
-
-
-def _membership(context: DiagnosisContext, process: int, communicator: int) -> int:
-    """The row of a process's membership in a communicator."""
-    rows = context.members(communicator)
-    return int(rows.start + np.argmax(context.evidence.communicators.process[rows] == process))
 
 
 def _typical_count(counts: IntArray) -> int | None:
@@ -256,7 +233,8 @@ def _resolves(graph: WaitGraph, deadlock: IntArray, process: int) -> bool:
     return True
 
 
-def _wait_fact(context: DiagnosisContext, graph: WaitGraph, node: int, waiters: set[int]) -> Fact:
+def _wait_fact(context: DiagnosisContext, node: int, waiters: set[int]) -> Fact:
+    graph = context.graph
     names = context.evidence.processes.info
     waiting = summarize_list(sorted(waiters), 4, lambda each: names[each].name)
     blockers = graph.blockers(node)
@@ -264,28 +242,7 @@ def _wait_fact(context: DiagnosisContext, graph: WaitGraph, node: int, waiters: 
     if not graph.is_collective(node):
         edge = context.evidence.edges[int(graph.edge[node])]
         return Fact(f"{waiting} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")
-    communicator, seq = int(graph.communicator[node]), int(graph.seq[node])
-    call, site = context.call(communicator, seq)
-    name = context.evidence.communicators.info[communicator].name
-    operation = call.operation if call else "collective"
+    collective = graph.collective(node)
+    _, site = context.call(*collective)
     at = f" at {site}" if site else ""
-    return Fact(f"{waiting} in {operation} #{seq} on '{name}'{at}, which {waits_for} has not entered", "waits")
-
-
-def find_out_of_order(context: DiagnosisContext, collectives: Sequence[tuple[int, int]]) -> list[int]:
-    """The processes that entered two of the given collectives (communicator, sequence number) in a different order than
-    the others. All members have entered these collectives and none completes, so kernels of two communicators may wait
-    for each other on the device."""
-    members = context.evidence.communicators
-    votes: dict[int, int] = {}
-    for i, (first, _) in enumerate(collectives):
-        for second, _ in collectives[i + 1 :]:
-            a, b = context.members(first), context.members(second)
-            common, ia, ib = np.intersect1d(members.process[a], members.process[b], return_indices=True)
-            lead = members.entered_at[b][ib] - members.entered_at[a][ia]
-            before, after = common[lead > 0], common[lead < 0]
-            if not len(before) or not len(after) or len(before) == len(after):
-                continue
-            for process in (before if len(before) < len(after) else after).tolist():
-                votes[process] = votes.get(process, 0) + 1
-    return sorted(votes)
+    return Fact(f"{waiting} in {collective_text(context, *collective)}{at}, which {waits_for} has not entered", "waits")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.watch.diagnosis.device_faults import class_of_failed_device
-from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, measure_inactivity, proven_inactive
+from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothesis, proven_inactive
 from lockstep.watch.diagnosis.effects import AFTERMATH_S, KILLED, SIMULTANEOUS_S, choose_explanation
 from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
 from lockstep.watch.diagnosis.failure_classes import (
@@ -18,33 +18,32 @@ from lockstep.watch.diagnosis.failure_classes import (
 )
 from lockstep.watch.diagnosis.live_weights import live_weights
 from lockstep.watch.diagnosis.root_cause import longest_wait_on
-from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray
+from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel, level_of
 
 MAX_ENDS = 64
 """The most different texts of ends that are judged individually."""
 
 
-def find_deaths(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
+def find_deaths(context: DiagnosisContext) -> list[Hypothesis]:
     """A hypothesis for each end that processes of a role and incident had in common, about those that ended first or
     caused it themselves; and for what deaths that look like effects may follow from."""
     liveness = context.evidence.processes.liveness
     dead = [int(p) for p in np.flatnonzero(liveness == Liveness.DEAD) if not _was_intended(context, int(p))]
-    dead = [p for p in dead if not _is_unobserved(context, p, relevant) and not _ended_with_whole(context, p)]
+    dead = [p for p in dead if not _is_unobserved(context, p) and not _ended_with_whole(context, p)]
     incident = context.connected_part if len(dead) > 1 else np.zeros(len(liveness), dtype=np.int64)
     incidents: dict[int, list[int]] = {}
     for process in dead:
         incidents.setdefault(int(incident[process]), []).append(process)
     found = []
     for members in incidents.values():
-        deaths = choose_explanation(context, _deaths_of_incident(context, members, relevant))
+        deaths = choose_explanation(context, _deaths_of_incident(context, members))
         if all(each.log_odds < live_weights().self_caused for each in deaths):
             found += _late_members(context, [p for each in deaths for p in each.culprits])
         found += deaths
     return found
 
 
-def _deaths_of_incident(context: DiagnosisContext, dead: Sequence[int], relevant: BoolArray | None) -> list[Hypothesis]:
+def _deaths_of_incident(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypothesis]:
     """The hypotheses about the deaths of one incident, the earliest first, at most `MAX_ENDS` of each kind of end."""
     ended_at = np.nan_to_num(context.evidence.processes.ended_at, nan=np.inf)
     alike: dict[str, dict[tuple[str, str, str], tuple[FailureClass, list[int]]]] = {}
@@ -61,8 +60,8 @@ def _deaths_of_incident(context: DiagnosisContext, dead: Sequence[int], relevant
             is_kill = int(context.evidence.processes.exit_code[processes[0]]) in KILLED
             window = SIMULTANEOUS_S if not itself else AFTERMATH_S if is_kill else np.inf
             last = ended_at[processes[0]] + window
-            first = [p for p in processes if ended_at[p] <= last or not (itself or np.isfinite(ended_at[p]))]
-            found.append(_death_hypothesis(context, first, cause, dead, relevant))
+            first = [p for p in processes if ended_at[p] <= last]
+            found.append(_death_hypothesis(context, first, cause, dead))
     return found
 
 
@@ -86,16 +85,14 @@ def _ended_with_whole(context: DiagnosisContext, process: int) -> bool:
     return whole != process and context.liveness(whole) not in (Liveness.RUNNING, Liveness.STOPPED)
 
 
-def _is_unobserved(context: DiagnosisContext, process: int, relevant: BoolArray | None) -> bool:
+def _is_unobserved(context: DiagnosisContext, process: int) -> bool:
     """Whether it is unknown how the process ended and no process has waited long for it, as at the normal end of a job
     that was observed too late."""
     note = context.note(process)
     if int(context.evidence.processes.exit_code[process]) != NO_EXIT_CODE or note.error or note.cause:
         return False
-    if context.graph is None or relevant is None:
-        return True
     nodes = context.graph.block_node[context.graph.block_process == process]
-    waited = context.graph.since[nodes[relevant[nodes]]]
+    waited = context.graph.since[nodes[context.relevant[nodes]]]
     return not (context.at - waited >= context.thresholds.notice_s).any()
 
 
@@ -115,10 +112,7 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
     for other, (row, process) in sorted(late.items()):
         since, ended_at = float(members.entered_at[row]), float(processes.ended_at[process])
         has_exited = context.liveness(other) is Liveness.EXITED and not processes.ended_at[other] > ended_at + 1.0
-        is_inactive = (
-            measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s
-            and context.last_activity(other) <= ended_at
-        )
+        is_inactive = context.last_activity(other) <= ended_at
         is_late = has_exited or (is_inactive and context.liveness(other) is Liveness.RUNNING)
         if context.note(other).ours or not is_late:
             continue
@@ -126,8 +120,8 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
         found.append(
             Hypothesis(
                 VerdictKind.DEAD if has_exited else VerdictKind.ABSENT,
-                VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
-                {"others_gave_up": proven or None},
+                level_of(proven),
+                {"others_gave_up": proven},
                 "has ended with exit code 0" if has_exited else "has not entered {collective}, which others gave up on",
                 (other,),
                 collective=(int(context.pending.communicator[row]), int(members.entered[row])),
@@ -135,32 +129,29 @@ def _late_members(context: DiagnosisContext, dead: Sequence[int]) -> list[Hypoth
                 others=tuple(dead),
                 since=float(processes.ended_at[other]) if has_exited else since,
                 alternatives=(Alternative("uneven_data", 0.5),) if has_exited else (),
-                facts=tuple(
-                    Fact(f"{processes.info[p].name} {_describe_end(context, p)}", "its parent") for p in dead[:4]
-                ),
+                facts=tuple(Fact(f"{context.name(p)} {_describe_end(context, p)}", "its parent") for p in dead[:4]),
             )
         )
     return found
 
 
 def _death_hypothesis(
-    context: DiagnosisContext, first: list[int], cause: FailureClass, dead: Sequence[int], relevant: BoolArray | None
+    context: DiagnosisContext, first: list[int], cause: FailureClass, dead: Sequence[int]
 ) -> Hypothesis:
     """The hypothesis that processes that ended alike are the first of the dead of an incident."""
-    node, _ = longest_wait_on(context, first[0], relevant)
-    info = context.evidence.processes.info
+    node, _ = longest_wait_on(context, first[0])
     refused, unknown = is_collective_refused(context.note(first[0]).error), cause.name == "unknown"
     return Hypothesis(
         VerdictKind.DEAD,
         VerdictLevel.NOTICE if refused else VerdictLevel.CONFIRMED,  # the recorded calls show which rank was wrong
         {cause.end: True},
         _describe_end(context, first[0]),
-        tuple(sorted(first, key=lambda p: (info[p].role, info[p].rank, info[p].name))),
+        tuple(sorted(first, key=context.rank_key)),
         node=node,
         since=float(context.evidence.processes.ended_at[first[0]]),
         cause=cause.name,
         alternatives=cause.alternatives,
-        facts=tuple(Fact(f"{info[p].name} {_describe_end(context, p)}", "its parent") for p in first[:16]),
+        facts=tuple(Fact(f"{context.name(p)} {_describe_end(context, p)}", "its parent") for p in first[:16]),
         collect=("the last lines of its log, and the kernel log of its host (dmesg)",) if unknown else (),
         proven_by_structure=True,
         others=tuple({*dead} - {*first}),
@@ -174,7 +165,7 @@ def _describe_end(context: DiagnosisContext, process: int) -> str:
     return f"{text} ({note.error.strip().splitlines()[-1][:200]})" if note.error.strip() else text
 
 
-def find_stopped(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
+def find_stopped(context: DiagnosisContext) -> list[Hypothesis]:
     """A hypothesis for each process stopped by a signal or a debugger, whether others wait for it or not. If all are
     stopped, the job was suspended, and nothing is confirmed."""
     liveness = context.evidence.processes.liveness
@@ -184,7 +175,7 @@ def find_stopped(context: DiagnosisContext, relevant: BoolArray | None) -> list[
         whole = context.whole(process)
         if context.note(process).ours or (whole != process and context.liveness(whole) is Liveness.STOPPED):
             continue
-        node, since = longest_wait_on(context, process, relevant)
+        node, since = longest_wait_on(context, process)
         stopped_at = float(context.evidence.processes.ended_at[process])
         if np.isnan(stopped_at):
             last = context.last_activity(process)
@@ -195,13 +186,13 @@ def find_stopped(context: DiagnosisContext, relevant: BoolArray | None) -> list[
         found.append(
             Hypothesis(
                 VerdictKind.ABSENT,
-                VerdictLevel.CONFIRMED if others_run else VerdictLevel.NOTICE,
+                level_of(others_run),
                 {"stopped_alone": others_run},
                 "is stopped by a signal or a debugger",
                 (process,),
                 node=node,
                 since=stopped_at,
-                facts=(Fact(f"{context.evidence.processes.info[process].name}: state T (stopped)", "/proc"),),
+                facts=(Fact(f"{context.name(process)}: state T (stopped)", "/proc"),),
                 proven_by_structure=True,
             )
         )

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lockstep.watch.devices.device_samples import DeviceFault, DeviceSample, HostDevices, device_label, device_summary
 from lockstep.watch.devices.xid_errors import WHOLE_DEVICE_XIDS, xid_class
 
@@ -44,16 +46,14 @@ def process_devices(report: HostDevices, first: int, at: float) -> dict[int, tup
 
 def last_moved_at(devices: Sequence[ProcessDevice]) -> float:
     """When a device last moved for the process; NaN if that is not known."""
-    moved = [each.moved_at for each in devices if each.certain and not math.isnan(each.moved_at)]
-    return max(moved, default=math.nan)
+    return float(np.fmax.reduce([math.nan, *(each.moved_at for each in devices if each.certain)]))
 
 
 def idle_s(devices: Sequence[ProcessDevice], at: float) -> float:
     """For how many seconds all devices of the process have run no kernel of it; NaN unless this is known of all."""
     if not devices or not all(each.certain for each in devices):
         return math.nan
-    idle = [at - each.idle_since for each in devices]
-    return math.nan if any(math.isnan(each) for each in idle) else min(idle)
+    return at - float(np.max([each.idle_since for each in devices]))
 
 
 def device_texts(devices: Sequence[ProcessDevice], at: float) -> list[str]:

@@ -1,7 +1,8 @@
 """Finds broken devices: a GPU that is lost, or reports an error that its processes cannot have outlived unharmed."""
 
-import math
 from dataclasses import replace
+
+import numpy as np
 
 from lockstep.watch.devices.device_samples import DeviceFault, device_label
 from lockstep.watch.diagnosis.device_evidence import ProcessDevice, device_texts, fault_class, strikes
@@ -9,7 +10,6 @@ from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothe
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.root_cause import longest_wait_on, longest_waiting_node
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
 
 _ANSWERS = {"lost": "named_failure", "xid": "device_reports", "ecc": "device_counts"}
 """What an error of a device answers, by its kind."""
@@ -17,17 +17,19 @@ _REPORT_S = 2.0
 """Progress within this time after an error was noticed may be older than the error."""
 
 
-def find_device_faults(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray) -> list[Hypothesis]:
+def find_device_faults(context: DiagnosisContext) -> list[Hypothesis]:
     """A hypothesis for each living process that takes part in a stall and whose device has failed."""
     found = []
     for process, devices in _likely_users(context).items():
         if context.liveness(process) not in (Liveness.RUNNING, Liveness.STOPPED) or context.note(process).ours:
             continue
-        node, waits = _stalled_node(context, graph, relevant, process)
+        node, waits = _stalled_node(context, process)
         failed = None if node is None else _first_fault(context, process, devices)
         if failed is not None:
             hypothesis = _device_hypothesis(context, process, None if waits else node, *failed)
-            found.append(_doubted(hypothesis) if waits else hypothesis)
+            if waits:  # those that it waits for may be the cause instead
+                hypothesis = replace(hypothesis, level=VerdictLevel.NOTICE, proven_by_structure=False)
+            found.append(hypothesis)
     return found
 
 
@@ -41,22 +43,16 @@ def _likely_users(context: DiagnosisContext) -> dict[int, tuple[ProcessDevice, .
     }
 
 
-def _stalled_node(
-    context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray, process: int
-) -> tuple[int | None, bool]:
+def _stalled_node(context: DiagnosisContext, process: int) -> tuple[int | None, bool]:
     """The wait that the process holds up, or that it is in itself, None if there is none that has stalled; and whether
     the process only waits for others in it."""
-    blocked, _ = longest_wait_on(context, process, relevant)
+    graph = context.graph
+    blocked, _ = longest_wait_on(context, process)
     if blocked is not None and graph.stalled[blocked]:
         return blocked, False
     own = graph.wait_node[graph.wait_process == process]
     node, _ = longest_waiting_node(graph, own[graph.stalled[own]].tolist())
     return node, node is not None and bool(graph.blockers(node))
-
-
-def _doubted(hypothesis: Hypothesis) -> Hypothesis:
-    """The hypothesis about a process that waits for others, which may be the cause instead."""
-    return replace(hypothesis, level=VerdictLevel.NOTICE, proven_by_structure=False)
 
 
 def _first_fault(
@@ -79,16 +75,15 @@ def _progressed_at(context: DiagnosisContext, process: int) -> float:
     """When a counter of the process last changed or it last completed a collective."""
     members = context.evidence.communicators
     completed = members.completed_at[members.process == process]
-    progressed = float(context.evidence.processes.progressed_at[process])
-    known = [each for each in (progressed, *completed.tolist()) if not math.isnan(each)]
-    return max(known, default=math.nan)
+    return float(np.fmax.reduce([context.evidence.processes.progressed_at[process], *completed]))
 
 
 def _device_hypothesis(
     context: DiagnosisContext, process: int, node: int | None, device: ProcessDevice, at: float, fault: DeviceFault
 ) -> Hypothesis:
     cause = fault_class(fault)
-    name = context.evidence.processes.info[process].name
+    other = "cuda_kernel_error" if cause == "gpu_hardware_fault" else "gpu_hardware_fault"
+    name = context.name(process)
     return Hypothesis(
         VerdictKind.DEVICE,
         VerdictLevel.CONFIRMED,
@@ -98,22 +93,11 @@ def _device_hypothesis(
         node=node,
         since=at,
         cause=cause,
-        alternatives=() if fault.kind != "xid" else (Alternative(_other_class(cause), 0.15),),
+        alternatives=() if fault.kind != "xid" else (Alternative(other, 0.15),),
         facts=tuple(Fact(f"{name}: {text}", "NVML") for text in device_texts((device,), context.at)),
         collect=("the kernel log of its host (dmesg | grep -i xid)", "nvidia-smi -q", "dcgmi diag -r 3"),
         proven_by_structure=True,
-        others=_waiters(context, node, process),
     )
-
-
-def _other_class(cause: str) -> str:
-    return "cuda_kernel_error" if cause == "gpu_hardware_fault" else "gpu_hardware_fault"
-
-
-def _waiters(context: DiagnosisContext, node: int | None, process: int) -> tuple[int, ...]:
-    if node is None or context.graph is None:
-        return ()
-    return tuple(each for each in context.graph.waiters(node) if each != process)
 
 
 def class_of_failed_device(context: DiagnosisContext, process: int, within_s: float = 60.0) -> str:

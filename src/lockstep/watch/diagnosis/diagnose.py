@@ -43,19 +43,16 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
     pending = find_pending(evidence)
     graph = graphs.build_wait_graph(evidence, pending, thresholds.notice_s, always=any_ended)
     context = DiagnosisContext(evidence, thresholds, pending, graph)
-    relevant = None if graph is None else graphs.reachable_from_stalled(graph)
-    found = find_mismatches(context, relevant)
+    found = find_mismatches(context)
     if any_ended:
-        found += find_deaths(context, relevant) + find_stopped(context, relevant)
-    if graph is not None and relevant is not None and graph.stalled.any():
-        found += find_deadlocks(context, graph) + find_device_faults(context, graph, relevant)
-        found += find_lost_hosts(context, graph, relevant) + find_root_causes(context, graph, relevant)
+        found += find_deaths(context) + find_stopped(context)
+    if graph.stalled.any():
+        found += find_deadlocks(context) + find_device_faults(context)
+        found += find_lost_hosts(context) + find_root_causes(context)
         mismatched = {
             each.collective[0] for each in found if each.kind is VerdictKind.MISMATCH and each.collective is not None
         }
-        found += find_in_flight(context, graph, relevant, mismatched) + find_waits_without_blocker(
-            context, graph, relevant
-        )
+        found += find_in_flight(context, mismatched) + find_waits_without_blocker(context)
     kept = choose_explanation(context, found)
     kept.sort(key=lambda each: not context.wholes.keys().isdisjoint(each.culprits))  # parts of processes last
     kept = _merge(context, _merge(context, kept, _is_part_of, _join_part), _are_alike, _merge_pair)
@@ -66,15 +63,13 @@ def diagnose(evidence: Evidence, thresholds: StallThresholds | None = None) -> l
 
 def _sort_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[object, ...]:
     since = hypothesis.since if np.isfinite(hypothesis.since) else context.at
-    info = context.evidence.processes.info
-    names = tuple((info[p].role, info[p].rank, info[p].name) for p in hypothesis.culprits)
     return (
         hypothesis.level is VerdictLevel.NOTICE,
         hypothesis.kind is VerdictKind.UNKNOWN,
         not hypothesis.proven_by_structure,
         round(since, 3),
         -context.confidence(hypothesis),
-        names,
+        tuple(context.rank_key(p) for p in hypothesis.culprits),
     )
 
 
@@ -101,12 +96,12 @@ def _are_alike(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) ->
     if one.text != other.text:
         return False
     if not one.culprits and not other.culprits:
-        return bool(one.outside) or one.kind in (VerdictKind.UNKNOWN, VerdictKind.STARVED)
+        return True
     if one.kind is VerdictKind.MISMATCH and one.collective != other.collective:
         return False
     if {context.role(p) for p in one.culprits} != {context.role(p) for p in other.culprits}:
         return False
-    if set(one.culprits) & set(other.culprits) or (one.node is not None and one.node == other.node):
+    if one.node is not None and one.node == other.node:
         return True
     shared = set().union(*(context.communicators_of(p) for p in one.culprits))
     return any(shared & context.communicators_of(p) for p in other.culprits)
@@ -126,7 +121,7 @@ def _join_part(context: DiagnosisContext, whole: Hypothesis, part: Hypothesis) -
     return replace(
         whole,
         part=part.culprits[0] if whole.part is None else whole.part,
-        level=(part if part.level is VerdictLevel.CONFIRMED else whole).level,
+        level=surer.level,
         answers=surer.answers,
         proven_by_structure=surer.proven_by_structure,
         facts=(*part.facts, *whole.facts)[:16],
@@ -136,16 +131,14 @@ def _join_part(context: DiagnosisContext, whole: Hypothesis, part: Hypothesis) -
 
 def _merge_pair(context: DiagnosisContext, one: Hypothesis, other: Hypothesis) -> Hypothesis:
     first = one if not other.since < one.since else other
-    info = context.evidence.processes.info
     culprits = {*one.culprits, *other.culprits}
     cause = one.cause if one.cause == other.cause else "unknown"
     return replace(
         first,
-        culprits=tuple(sorted(culprits, key=lambda p: (info[p].role, info[p].rank, info[p].name))),
+        culprits=tuple(sorted(culprits, key=context.rank_key)),
         answers=(max if set(one.culprits) == culprits else min)(one, other, key=context.confidence).answers,
         cause=cause,
         facts=tuple(dict.fromkeys((*one.facts, *other.facts)))[:16],
         collect=tuple(dict.fromkeys((*one.collect, *other.collect)))[:8],
         not_excluded=tuple(sorted({*one.not_excluded, *other.not_excluded} - culprits)),
-        others=tuple({*one.others, *other.others} - culprits),
     )

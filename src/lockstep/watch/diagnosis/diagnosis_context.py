@@ -18,7 +18,7 @@ from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness, Pr
 from lockstep.watch.diagnosis.live_weights import Answers, live_weights
 from lockstep.watch.diagnosis.pending import PendingCollectives
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, StallThresholds, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
+from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph, mask_of, reachable_from_stalled
 
 _NO_NOTE = ProcessNote()
 _MAX_SITES = 64
@@ -29,14 +29,19 @@ _SETTLED_S = 0.5
 
 @dataclass(frozen=True)
 class DiagnosisContext:
-    """A snapshot, its pending collectives and wait graph (None without waits), and the thresholds."""
+    """A snapshot, its pending collectives and wait graph, and the thresholds."""
 
     evidence: Evidence
     thresholds: StallThresholds
     pending: PendingCollectives
-    graph: WaitGraph | None
+    graph: WaitGraph
     _communicators: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
     _call_cache: dict[tuple[int, int], tuple[CollectiveCall | None, str]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def relevant(self) -> BoolArray:
+        """`[nodes]`: true for nodes that a stalled wait depends on."""
+        return reachable_from_stalled(self.graph)
 
     @property
     def at(self) -> float:
@@ -56,6 +61,14 @@ class DiagnosisContext:
 
     def role(self, process: int) -> str:
         return self.evidence.processes.info[process].role
+
+    def name(self, process: int) -> str:
+        return self.evidence.processes.info[process].name
+
+    def rank_key(self, process: int) -> tuple[str, int, str]:
+        """Role, rank and name, by which verdicts order processes."""
+        each = self.evidence.processes.info[process]
+        return each.role, each.rank, each.name
 
     @cached_property
     def wholes(self) -> Mapping[int, int]:
@@ -136,8 +149,7 @@ class DiagnosisContext:
         """`[processes]`: true for processes whose progress in some communicator is unknown, so that they may wait in a
         collective of it."""
         members = self.evidence.communicators
-        mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
-        mask[members.process[members.entered < 0]] = True
+        mask = mask_of(len(self.evidence.processes.info), members.process[members.entered < 0])
         if members.uncertain is not None:
             mask[members.process[members.uncertain]] = True
         mask[[process for process, note in self.evidence.processes.notes.items() if note.unrecorded]] = True
@@ -146,8 +158,7 @@ class DiagnosisContext:
     @cached_property
     def named_by_rank(self) -> BoolArray:
         """`[processes]`: true for members of a communicator or a rendezvous, which texts name by rank."""
-        mask = np.zeros(len(self.evidence.processes.info), dtype=np.bool_)
-        mask[self.evidence.communicators.process] = True
+        mask = mask_of(len(self.evidence.processes.info), self.evidence.communicators.process)
         for edge in self.evidence.edges:
             if edge.rendezvous:
                 mask[[edge.process, *edge.on]] = True
@@ -198,13 +209,21 @@ class DiagnosisContext:
         starts = self.evidence.communicators.starts
         return slice(int(starts[communicator]), int(starts[communicator + 1]))
 
+    def rows_of(self, node: int) -> slice:
+        """The rows of the memberships in the communicator of a node, which must be a collective."""
+        return self.members(int(self.graph.communicator[node]))
+
+    def membership(self, process: int, communicator: int) -> int:
+        """The row of a process's membership in a communicator."""
+        rows = self.members(communicator)
+        return int(rows.start + np.argmax(self.evidence.communicators.process[rows] == process))
+
     def is_settled(self, node: int) -> bool:
         """Whether a node of the wait graph is known to be waited in still."""
         graph, on_device = self.graph, self.evidence.communicators.on_device
-        if graph is None or on_device is None or graph.communicator[node] < 0:
+        if on_device is None or graph.communicator[node] < 0:
             return True
-        rows = self.members(int(graph.communicator[node]))
-        return not on_device[rows].any() or self.at - float(graph.since[node]) >= _SETTLED_S
+        return not on_device[self.rows_of(node)].any() or self.at - float(graph.since[node]) >= _SETTLED_S
 
     def communicators_of(self, process: int) -> frozenset[int]:
         if process not in self._communicators:
@@ -357,7 +376,7 @@ def all_proven_inactive(context: DiagnosisContext, processes: Sequence[int], sin
 
 def inactivity_facts(context: DiagnosisContext, process: int) -> tuple[Fact, ...]:
     """The inactivity of a process as facts for a verdict."""
-    found, name = measure_inactivity(context, process), context.evidence.processes.info[process].name
+    found, name = measure_inactivity(context, process), context.name(process)
     synchronizing = context.note(process).waits_for_device
     measures = (
         ("no counter progress", found.counters_s),

@@ -15,7 +15,7 @@ from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.inference import cheapest_cover, surprise
 from lockstep.watch.diagnosis.live_weights import live_weights
 from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray
+from lockstep.watch.diagnosis.wait_graph import BoolArray, mask_of
 
 SIMULTANEOUS_S = 0.1
 """Deaths at most this far apart have no reliable order, because clocks and the detection of exits are imprecise."""
@@ -78,10 +78,9 @@ def _kind(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
 def _footprint(context: DiagnosisContext, hypothesis: Hypothesis) -> BoolArray:
     """`[processes + communicators]`: true for those that a hypothesis involves; hypotheses of one incident overlap."""
     members, graph = context.evidence.communicators, context.graph
-    involved = np.zeros(len(context.evidence.processes.info), dtype=np.bool_)
+    involved = mask_of(len(context.evidence.processes.info), [*hypothesis.culprits, *hypothesis.others])
     communicators = np.zeros(len(members.info), dtype=np.bool_)
-    involved[[*hypothesis.culprits, *hypothesis.others]] = True
-    if hypothesis.node is not None and graph is not None:
+    if hypothesis.node is not None:
         involved[graph.wait_process[graph.wait_node == hypothesis.node]] = True
         if graph.communicator[hypothesis.node] >= 0:
             communicators[graph.communicator[hypothesis.node]] = True

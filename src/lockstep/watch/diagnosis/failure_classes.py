@@ -104,9 +104,6 @@ _SEEN_BY_ANY_RANK = ("", "rendezvous_incomplete", "rank_divergent_branch")
 """Classes whose message may come from any rank, whichever one caused the failure; the empty text stands for an
 exception that proves no class."""
 
-_CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP})
-_TERMINATION_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR2})
-
 
 @dataclass(frozen=True, slots=True)
 class FailureClass:
@@ -116,6 +113,24 @@ class FailureClass:
     alternatives: tuple[Alternative, ...] = ()
     end: str = "own_end"
     """What the exit alone says about whether this process caused the failure: a factor of `live_weights.yaml`."""
+
+
+_CRASH = FailureClass(alternatives=(Alternative("framework_bug", 0.3),))
+_ASKED_TO_END = FailureClass("external_kill", end="asked_to_end")
+"""Less than a failure of its own: launchers end the others after the first."""
+_CLASS_OF_SIGNAL: dict[int, FailureClass] = {
+    signal.SIGKILL: FailureClass(alternatives=(Alternative("host_oom", 0.5), Alternative("external_kill", 0.4))),
+    signal.SIGBUS: FailureClass(alternatives=(Alternative("shm_too_small", 0.6),)),
+    signal.SIGABRT: FailureClass(
+        alternatives=(Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2)), end="may_follow"
+    ),
+    **dict.fromkeys((signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP), _CRASH),
+    **dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR2), _ASKED_TO_END),
+}
+_UNOBSERVED_END = FailureClass(
+    alternatives=(Alternative("host_oom", 0.3), Alternative("external_kill", 0.3)), end="end_unobserved"
+)
+_ERROR_CODE = FailureClass("rank_exception_masked", (Alternative("unknown", 0.4),), end="error_code")
 
 
 def is_secondary_error(error: str) -> bool:
@@ -169,21 +184,7 @@ def class_of_exit(liveness: int, code: int, note: ProcessNote) -> FailureClass:
 
 def _class_of_code(code: int) -> FailureClass:
     number = -code if NO_EXIT_CODE < code < 0 else code - 128 if 128 < code < 128 + 65 else 0
-    if number == signal.SIGKILL:
-        return FailureClass("unknown", (Alternative("host_oom", 0.5), Alternative("external_kill", 0.4)), end="own_end")
-    if number == signal.SIGBUS:
-        return FailureClass("unknown", (Alternative("shm_too_small", 0.6),), end="own_end")
-    if number in _CRASH_SIGNALS:
-        return FailureClass("unknown", (Alternative("framework_bug", 0.3),), end="own_end")
-    if number in _TERMINATION_SIGNALS:  # less than a failure of its own: launchers end the others after the first
-        return FailureClass("external_kill", end="asked_to_end")
-    if number == signal.SIGABRT:
-        causes = (Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2))
-        return FailureClass("unknown", causes, "may_follow")
-    if code == NO_EXIT_CODE:
-        causes = (Alternative("host_oom", 0.3), Alternative("external_kill", 0.3))
-        return FailureClass("unknown", causes, "end_unobserved")
-    return FailureClass("rank_exception_masked", (Alternative("unknown", 0.4),), end="error_code")
+    return _CLASS_OF_SIGNAL.get(number) or (_UNOBSERVED_END if code == NO_EXIT_CODE else _ERROR_CODE)
 
 
 def describe_exit(liveness: int, code: int) -> str:

@@ -13,7 +13,6 @@ from lockstep.watch.diagnosis.diagnosis_context import DiagnosisContext, Hypothe
 from lockstep.watch.diagnosis.evidence import WaitEdge
 from lockstep.watch.diagnosis.live_weights import Answers
 from lockstep.watch.diagnosis.verdict import Alternative, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray
 
 CERTAIN, LIKELY, UNDECIDED = {"most_of_all": True}, {"most_of_known": True}, {"most_of_known": False}
 """What speaks for the culprits if most of all members agree, if most of the known members do, and if there is no
@@ -22,20 +21,20 @@ OTHER_RANKS = "other ranks"
 """In place of a member list of which only a digest is known."""
 
 
-def find_different_member_lists(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
+def find_different_member_lists(context: DiagnosisContext) -> list[Hypothesis]:
     """Hypotheses about communicators, and about rendezvous for one, whose members have different lists."""
     rendezvous = _find_rendezvous(context)
     covered = {process for each in rendezvous for process in each.others}
-    lists = [each for each in _find_created(context, relevant) if not covered.issuperset(each.culprits)]
+    lists = [each for each in _find_created(context) if not covered.issuperset(each.culprits)]
     return lists + rendezvous
 
 
-def _find_created(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
+def _find_created(context: DiagnosisContext) -> list[Hypothesis]:
     """Hypotheses about communicators in which a process waits and whose members created them with different lists."""
     members, graph = context.evidence.communicators, context.graph
-    if members.member_list is None or graph is None or relevant is None or not len(members.member_list):
+    if members.member_list is None or not len(members.member_list):
         return []
-    nodes = np.flatnonzero(relevant & graph.stalled & (graph.communicator >= 0))
+    nodes = np.flatnonzero(context.relevant & graph.stalled & (graph.communicator >= 0))
     filled = np.flatnonzero(np.diff(members.starts) > 0)
     most = np.full(len(members.info), -1, dtype=np.int64)
     least = most.copy()
@@ -52,8 +51,6 @@ def _find_rendezvous(context: DiagnosisContext) -> list[Hypothesis]:
     """Hypotheses about stalled rendezvous that processes have joined with different member lists. A process that the
     others wait for may have created the communicator already, with a list of its own."""
     graph = context.graph
-    if graph is None:
-        return []
     rendezvous: dict[tuple[str, str], list[tuple[int, WaitEdge]]] = {}
     for node in np.flatnonzero(graph.edge >= 0).tolist():
         edge = context.evidence.edges[int(graph.edge[node])]

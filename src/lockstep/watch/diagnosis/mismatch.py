@@ -27,7 +27,7 @@ from lockstep.watch.diagnosis.evidence_types import FROM_CPP, CollectiveCall, Li
 from lockstep.watch.diagnosis.live_weights import Answers
 from lockstep.watch.diagnosis.member_lists import CERTAIN, LIKELY, UNDECIDED, find_different_member_lists
 from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray
+from lockstep.watch.diagnosis.wait_graph import mask_of
 
 WINDOW = 64
 """The size of the comparison table per communicator, indexed by the sequence number modulo this power of two."""
@@ -61,15 +61,14 @@ class _Divergence:
         return [(int(values[i]), int(counts[i])) for i in order]
 
 
-def find_mismatches(context: DiagnosisContext, relevant: BoolArray | None) -> list[Hypothesis]:
+def find_mismatches(context: DiagnosisContext) -> list[Hypothesis]:
     """Hypotheses about all communicators whose members' calls or member lists do not match."""
     divergences = _find_divergences(context)
     found = [_mismatch_hypothesis(context, each) for each in divergences]
-    if context.graph is not None and relevant is not None:
-        stalled = context.graph.communicator[relevant & context.graph.stalled]
-        known = {each.communicator for each in divergences}
-        found += _find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
-    return found + find_different_member_lists(context, relevant)
+    stalled = context.graph.communicator[context.relevant & context.graph.stalled]
+    known = {each.communicator for each in divergences}
+    found += _find_off_by_one(context, set(stalled[stalled >= 0].tolist()) - known)
+    return found + find_different_member_lists(context)
 
 
 def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
@@ -89,14 +88,12 @@ def _find_divergences(context: DiagnosisContext) -> list[_Divergence]:
     differs = table[cell] != keys
     if not differs.any():
         return []
-    has_difference = np.zeros(len(context.evidence.communicators.info), dtype=np.bool_)
-    has_difference[communicator[differs]] = True
+    has_difference = mask_of(len(context.evidence.communicators.info), communicator[differs])
     rows = np.flatnonzero(has_difference[communicator])
     numbers = np.empty(len(table), dtype=np.int64)
     numbers[cell[rows]] = calls.seq[rows]
     if (numbers[cell[rows]] == calls.seq[rows]).all():  # no two numbers share a cell: only cells that differ matter
-        suspect = np.zeros(len(table), dtype=np.bool_)
-        suspect[cell[differs]] = True
+        suspect = mask_of(len(table), cell[differs])
         rows = rows[suspect[cell[rows]]]
     return _sorted_divergences(context, rows, communicator)
 
@@ -158,7 +155,7 @@ def _mismatch_hypothesis(context: DiagnosisContext, divergence: _Divergence) -> 
 def _correct_signature(context: DiagnosisContext, divergence: _Divergence) -> tuple[int | None, Answers, str]:
     """The signature of the correct call (None if unknown), what speaks for it, and a sentence with the reason."""
     scheduled = context.evidence.calls.schedule.get((divergence.communicator, divergence.seq))
-    if scheduled is not None and (divergence.signature != np.uint64(scheduled)).any():
+    if scheduled is not None:
         return scheduled, CERTAIN, "The step's schedule expects the other call."
     rows = context.members(divergence.communicator)
     size = rows.stop - rows.start
@@ -219,10 +216,10 @@ def _may_still_be_decided(context: DiagnosisContext, divergence: _Divergence) ->
 
 
 def _may_still_call(context: DiagnosisContext, process: int, seq: int, row: int) -> bool:
-    found, graph = measure_inactivity(context, process), context.graph
+    found = measure_inactivity(context, process)
     if found.is_active(context.thresholds.notice_s):
         return True
-    waits = graph is not None and bool((graph.wait_process == process).any())
+    waits = bool((context.graph.wait_process == process).any())
     arrived = context.evidence.communicators.entered[row] >= seq
     return not (arrived or waits) and found.is_active(context.inactivity_limit_s(process))
 
@@ -272,33 +269,32 @@ def _call_name(call: CollectiveCall | None) -> str:
 def _shift_text(context: DiagnosisContext, divergence: _Divergence, right: int, wrong: int) -> str:
     """`skipped` if the culprits are one call ahead of the others from the divergence on, `extra` if they are one call
     behind, else empty."""
-    right_ones, wrong_ones = divergence.of(right), divergence.of(wrong)
-    if not len(right_ones) or not len(wrong_ones):
+    if not len(divergence.of(right)):
         return ""
-    majority, culprit = int(right_ones[0]), int(wrong_ones[0])
+    majority, culprit = int(divergence.of(right)[0]), int(divergence.of(wrong)[0])
     theirs, ours = _signatures_by_seq(context, divergence, majority), _signatures_by_seq(context, divergence, culprit)
-    seq = divergence.seq
-    ahead = [ours[s] == theirs[s + 1] for s in sorted(ours) if s >= seq and s + 1 in theirs]
-    behind = [ours[s + 1] == theirs[s] for s in sorted(theirs) if s >= seq and s + 1 in ours]
-    if ahead and all(ahead) and not (behind and all(behind)):
-        return "skipped"
-    if behind and all(behind) and not (ahead and all(ahead)):
-        return "extra"
-    return ""
+    ahead, behind = _shifts(ours, theirs, divergence.seq)
+    return "" if ahead == behind else "skipped" if ahead else "extra"
+
+
+def _shifts(own: Mapping[int, object], usual: Mapping[int, object], first: int, least: int = 1) -> tuple[bool, bool]:
+    """Whether the calls of a member from a sequence number on are the usual ones, one call ahead or one behind; at
+    least `least` of them must be comparable."""
+    ahead = [own[seq] == usual[seq + 1] for seq in own if seq >= first and seq + 1 in usual]
+    behind = [own[seq + 1] == usual[seq] for seq in usual if seq >= first and seq + 1 in own]
+    return len(ahead) >= least and all(ahead), len(behind) >= least and all(behind)
 
 
 def _signatures_by_seq(context: DiagnosisContext, divergence: _Divergence, process: int) -> dict[int, int]:
     calls = context.evidence.calls
-    rows = context.members(divergence.communicator)
-    member = rows.start + int(np.argmax(context.evidence.communicators.process[rows] == process))
+    member = context.membership(process, divergence.communicator)
     own = np.flatnonzero(calls.membership == member)
     return dict(zip(calls.seq[own].tolist(), calls.signature[own].tolist(), strict=True))
 
 
 def _call_fact(context: DiagnosisContext, divergence: _Divergence, process: int) -> Fact:
     calls = context.evidence.calls
-    rows = context.members(divergence.communicator)
-    member = rows.start + int(np.argmax(context.evidence.communicators.process[rows] == process))
+    member = context.membership(process, divergence.communicator)
     call = calls.by_signature.get(_signatures_by_seq(context, divergence, process).get(divergence.seq, -1))
     site = calls.sites.get((member, divergence.seq)) or (call.site if call else "")
     info = context.evidence.processes.info[process]
@@ -354,12 +350,10 @@ def _detect_shift(
     diverged_at = next((seq for seq in sorted(own) if seq in usual and own[seq] != usual[seq]), None)
     if diverged_at is None:
         return None
-    later = [seq for seq in own if seq >= diverged_at]
-    skipped = [own[seq] == usual[seq + 1] for seq in later if seq + 1 in usual]
-    extra = [own[seq] == usual[seq - 1] for seq in later if seq - 1 in usual and seq > diverged_at]
-    if len(skipped) >= 2 and all(skipped):
+    skipped, extra = _shifts(own, usual, diverged_at, least=2)
+    if skipped:
         text = f"skipped the call at {usual[diverged_at]} before {{collective}}"
-    elif len(extra) >= 2 and all(extra):
+    elif extra:
         text = f"made an extra call at {own[diverged_at]}, as {{collective}}"
     else:
         return None

@@ -17,45 +17,36 @@ from lockstep.watch.diagnosis.diagnosis_context import (
 from lockstep.watch.diagnosis.evidence import WaitEdge
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.failure_classes import class_of_exit
-from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
+from lockstep.watch.diagnosis.verdict import Alternative, Fact, VerdictKind, VerdictLevel, level_of
+from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph, mask_of
 
 _MAX_RUNNING = 64
 """The most running processes that are judged individually: those inactive for the longest time."""
 
 
-def find_root_causes(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray) -> list[Hypothesis]:
-    """Hypotheses about all processes at the end of a wait chain, except dead ones (`find_deaths` judges those).
-
-    Args:
-        relevant: `[nodes]`, true for nodes that a stalled wait depends on (see `reachable_from_stalled`).
-    """
+def find_root_causes(context: DiagnosisContext) -> list[Hypothesis]:
+    """Hypotheses about all processes at the end of a wait chain, except dead ones (`find_deaths` judges those)."""
+    graph = context.graph
     waiting = graph.waiting()
-    rows = np.flatnonzero(relevant[graph.block_node] & ~waiting[graph.block_process])
-    nodes_of_blocker: dict[int, list[int]] = {}
+    rows = np.flatnonzero(context.relevant[graph.block_node] & ~waiting[graph.block_process])
+    blocked_by: dict[Liveness, dict[int, list[int]]] = {state: {} for state in Liveness}
     for process, node in zip(graph.block_process[rows].tolist(), graph.block_node[rows].tolist(), strict=True):
-        if not _has_alternative(context, graph, waiting, node, process):
-            nodes_of_blocker.setdefault(process, []).append(node)
-    exited = {p: nodes for p, nodes in nodes_of_blocker.items() if context.liveness(p) is Liveness.EXITED}
-    found = _exited_early(context, graph, exited)
-    running = {
-        p: nodes
-        for p, nodes in nodes_of_blocker.items()
-        if context.liveness(p) is Liveness.RUNNING and not context.note(p).ours
-    }
+        if not _has_alternative(context, waiting, node, process):
+            blocked_by[context.liveness(process)].setdefault(process, []).append(node)
+    found = _exited_early(context, blocked_by[Liveness.EXITED])
+    running = {p: nodes for p, nodes in blocked_by[Liveness.RUNNING].items() if not context.note(p).ours}
     for process in _least_active(context, running):
-        found += _judge_running(context, graph, process, running[process])
-    for process, nodes in nodes_of_blocker.items():
-        if context.liveness(process) is Liveness.UNSEEN:
-            found += _never_joined(context, graph, process, nodes)
+        found += _judge_running(context, process, running[process])
+    for process, nodes in blocked_by[Liveness.UNSEEN].items():
+        found += _never_joined(context, process, nodes)
     return found
 
 
-def _has_alternative(context: DiagnosisContext, graph: WaitGraph, waiting: BoolArray, node: int, process: int) -> bool:
+def _has_alternative(context: DiagnosisContext, waiting: BoolArray, node: int, process: int) -> bool:
     """Whether a node waits for any one of several processes, and one besides `process` may still answer."""
-    if not graph.any_of[node]:
+    if not context.graph.any_of[node]:
         return False
-    for other in graph.blockers(node):
+    for other in context.graph.blockers(node):
         if other == process or context.liveness(other) is not Liveness.RUNNING or waiting[other]:
             continue
         inactive = measure_inactivity(context, other).any_activity_s >= context.thresholds.notice_s
@@ -77,15 +68,13 @@ def _least_active(context: DiagnosisContext, running: Iterable[int]) -> list[int
     return [int(each) for each in chosen[is_late]]
 
 
-def longest_wait_on(context: DiagnosisContext, process: int, relevant: BoolArray | None) -> tuple[int | None, float]:
+def longest_wait_on(context: DiagnosisContext, process: int) -> tuple[int | None, float]:
     """Of the nodes that a process blocks, the one with the longest wait, and when that wait began. Relevant nodes take
     precedence. Waits on devices that have just begun are left out."""
     graph = context.graph
-    if graph is None or relevant is None:
-        return None, float("nan")
     nodes = graph.block_node[graph.block_process == process]
-    if relevant[nodes].any():
-        nodes = nodes[relevant[nodes]]
+    if context.relevant[nodes].any():
+        nodes = nodes[context.relevant[nodes]]
     return longest_waiting_node(graph, [node for node in nodes.tolist() if context.is_settled(node)])
 
 
@@ -99,12 +88,11 @@ def longest_waiting_node(graph: WaitGraph, nodes: Sequence[int]) -> tuple[int | 
     return node, since if np.isfinite(since) else float("nan")
 
 
-def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, relevant: BoolArray | None) -> list[Hypothesis]:
+def find_lost_hosts(context: DiagnosisContext) -> list[Hypothesis]:
     """A hypothesis for each host that no longer reports and whose processes others wait for."""
-    if graph is None or relevant is None:
-        return []
+    graph = context.graph
     liveness = context.evidence.processes.liveness
-    rows = relevant[graph.block_node] & (liveness[graph.block_process] == Liveness.LOST)
+    rows = context.relevant[graph.block_node] & (liveness[graph.block_process] == Liveness.LOST)
     hosts: dict[str, list[int]] = {}
     for process in np.unique(graph.block_process[rows]).tolist():
         if process not in context.wholes:
@@ -119,7 +107,7 @@ def find_lost_hosts(context: DiagnosisContext, graph: WaitGraph | None, relevant
         found.append(
             Hypothesis(
                 VerdictKind.ABSENT,
-                VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
+                level_of(proven),
                 {"past_limit": proven},
                 f"cannot be observed: host {host} no longer reports",
                 tuple(processes),
@@ -139,21 +127,19 @@ def _names_host(text: str, host: str) -> bool:
     return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-]|\.\w)", text) is not None
 
 
-def _exited_early(context: DiagnosisContext, graph: WaitGraph, exited: dict[int, list[int]]) -> list[Hypothesis]:
+def _exited_early(context: DiagnosisContext, exited: dict[int, list[int]]) -> list[Hypothesis]:
     """Hypotheses about processes that exited normally while others wait for them: either they exited too early, or the
     waiting processes made an extra call. `exited` holds the nodes that each of them blocks."""
+    graph = context.graph
     found: list[Hypothesis] = []
-    extra_calls: set[int] = set()
     for process, nodes in exited.items():
         if context.note(process).ours:
             continue
-        counts = {node: _entry_counts(context, graph, node) for node in nodes if graph.is_collective(node)}
+        counts = {node: _entry_counts(context, node) for node in nodes if graph.is_collective(node)}
         # Most members exited normally instead of entering, so those that entered made an extra call.
         extra = next((node for node, (now, out, size) in counts.items() if out > now and 2 * out > size), None)
         if extra is not None:
-            if extra not in extra_calls:
-                extra_calls.add(extra)
-                found.append(_extra_collective(context, graph, extra))
+            found.append(_extra_collective(context, extra))
             continue
         node, _ = longest_waiting_node(graph, nodes)
         cause = class_of_exit(Liveness.EXITED, 0, context.note(process))
@@ -171,39 +157,39 @@ def _exited_early(context: DiagnosisContext, graph: WaitGraph, exited: dict[int,
                 since=float(context.evidence.processes.ended_at[process]),
                 cause=cause.name,
                 alternatives=cause.alternatives,
-                facts=(Fact(f"{context.evidence.processes.info[process].name}: exit code 0", "its parent"),),
+                facts=(Fact(f"{context.name(process)}: exit code 0", "its parent"),),
                 proven_by_structure=True,
             )
         )
     return found
 
 
-def _entry_counts(context: DiagnosisContext, graph: WaitGraph, node: int) -> tuple[int, int, int]:
+def _entry_counts(context: DiagnosisContext, node: int) -> tuple[int, int, int]:
     """How many members have entered a collective, how many exited without entering it, and how many there are."""
     members = context.evidence.communicators
-    rows = context.members(int(graph.communicator[node]))
-    entered = members.entered[rows] >= graph.seq[node]
+    rows = context.rows_of(node)
+    entered = members.entered[rows] >= context.graph.seq[node]
     liveness = context.evidence.processes.liveness[members.process[rows]]
     return int(entered.sum()), int(((liveness == Liveness.EXITED) & ~entered).sum()), len(entered)
 
 
-def _extra_collective(context: DiagnosisContext, graph: WaitGraph, node: int) -> Hypothesis:
+def _extra_collective(context: DiagnosisContext, node: int) -> Hypothesis:
     return Hypothesis(
         VerdictKind.MISMATCH,
         VerdictLevel.CONFIRMED,
         {"most_of_known": True},
         "has entered {collective}, which the others never entered before they ended with exit code 0",
-        tuple(graph.waiters(node)),
+        tuple(context.graph.waiters(node)),
         node=node,
-        since=float(graph.since[node]),
+        since=float(context.graph.since[node]),
         cause="unknown",
         alternatives=(Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.4)),
         proven_by_structure=True,
     )
 
 
-def _never_joined(context: DiagnosisContext, graph: WaitGraph, process: int, nodes: list[int]) -> list[Hypothesis]:
-    node, since = longest_waiting_node(graph, nodes)
+def _never_joined(context: DiagnosisContext, process: int, nodes: list[int]) -> list[Hypothesis]:
+    node, since = longest_waiting_node(context.graph, nodes)
     candidates = _unranked(context, context.role(process))
     measures = [measure_inactivity(context, each) for each in candidates]
     if any(
@@ -211,12 +197,12 @@ def _never_joined(context: DiagnosisContext, graph: WaitGraph, process: int, nod
     ):
         return []  # one of them may be on its way
     proven = context.at - since >= context.thresholds.still_s and not candidates
-    rendezvous = _rendezvous_of(context, graph, node) if node is not None else ""
+    rendezvous = _rendezvous_of(context, node) if node is not None else ""
     identity = f"it may be {_name_candidates(context, candidates)}" if candidates else "no such process is known"
     return [
         Hypothesis(
             VerdictKind.ABSENT,
-            VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
+            level_of(proven),
             {"past_limit": proven},
             f"has not joined {rendezvous}; {identity}" if rendezvous else "has never reported",
             (process,),
@@ -238,23 +224,24 @@ def _unranked(context: DiagnosisContext, role: str) -> list[int]:
 
 def _name_candidates(context: DiagnosisContext, processes: list[int]) -> str:
     """The names of processes that may be the missing one, each with its current line."""
-    named = [(context.evidence.processes.info[p].name, context.note(p).where) for p in processes[:3]]
+    named = [(context.name(p), context.note(p).where) for p in processes[:3]]
     more = f" or one of {len(processes) - 3} more" if len(processes) > 3 else ""
     return " or ".join(f"{name} in {where}" if where else name for name, where in named) + more
 
 
-def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, nodes: list[int]) -> list[Hypothesis]:
+def _judge_running(context: DiagnosisContext, process: int, nodes: list[int]) -> list[Hypothesis]:
     """Judges a running process that others wait for and that is not known to wait for any other process."""
+    graph = context.graph
     node, since = longest_waiting_node(graph, [each for each in nodes if graph.stalled[each]] or nodes)
     assert node is not None
     idle_wait = context.idle_waits.get(process)
     if idle_wait is not None and any(context.liveness(each) is not Liveness.RUNNING for each in idle_wait.on):
         return []  # the client that should send the next request is not running
     inactivity, notice_s = measure_inactivity(context, process), context.thresholds.notice_s
-    in_collective, has_issued = graph.is_collective(node), _has_issued(context, graph, process, node)
+    has_issued = _has_issued(context, process, node)
     is_active, is_spinning = inactivity.is_active(notice_s), inactivity.spins(notice_s)
     works = is_active and not is_spinning
-    is_slow = works and _far_behind(context, graph, process, node)
+    is_slow = works and _far_behind(context, process, node)
     if works and not is_slow and inactivity.unproductive_s(context.at - since) < context.progress_limit_s(process):
         return []  # the process is working, and its peers are not faster
     progress_unknown = bool(context.progress_unknown[process])
@@ -267,7 +254,10 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
         answers["at_rest"] = not (np.isnan(inactivity.stack_s) or may_compute)
     else:
         answers |= {"spins": is_spinning, "works": works}
-    text = "has not entered {collective}" if in_collective else _absence_text(context, graph, node)
+    rendezvous = _rendezvous_of(context, node)
+    text = f"has not joined {rendezvous}" if rendezvous else "does not answer"
+    if context.graph.is_collective(node):
+        text = "has not entered {collective}"
     if has_issued:
         device_rests = context.device_idle_s(process) >= notice_s
         why = "it runs no kernel" if device_rests else "an earlier kernel has not ended"
@@ -275,13 +265,13 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
     return [
         Hypothesis(
             VerdictKind.DEVICE_LAG if has_issued else VerdictKind.SLOW if is_slow else VerdictKind.ABSENT,
-            VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE,
+            level_of(proven),
             answers,
             text,
             (process,),
             node=node,
             since=since,
-            cause="rendezvous_incomplete" if _rendezvous_of(context, graph, node) else "unknown",
+            cause="rendezvous_incomplete" if rendezvous else "unknown",
             alternatives=_likely_causes(context, process, is_slow),
             facts=inactivity_facts(context, process),
             collect=_missing_evidence(context, process, inactivity, progress_unknown),
@@ -290,24 +280,24 @@ def _judge_running(context: DiagnosisContext, graph: WaitGraph, process: int, no
     ]
 
 
-def _has_issued(context: DiagnosisContext, graph: WaitGraph, process: int, node: int) -> bool:
+def _has_issued(context: DiagnosisContext, process: int, node: int) -> bool:
     """Whether the process has issued the collective of a node that its device has not reached."""
+    graph = context.graph
     if not graph.is_collective(node):
         return False
-    rows = context.members(int(graph.communicator[node]))
+    rows = context.rows_of(node)
     is_own = context.evidence.communicators.process[rows] == process
     issued, reached = context.evidence.communicators.entered[rows], context.pending.reached[rows]
     return bool((is_own & (issued >= graph.seq[node]) & (reached < graph.seq[node])).any())
 
 
-def _rendezvous_of(context: DiagnosisContext, graph: WaitGraph, node: int) -> str:
+def _rendezvous_of(context: DiagnosisContext, node: int) -> str:
     """The rendezvous that the processes of a node have joined; empty if the node is another wait."""
-    return context.evidence.edges[int(graph.edge[node])].rendezvous if not graph.is_collective(node) else ""
-
-
-def _absence_text(context: DiagnosisContext, graph: WaitGraph, node: int) -> str:
-    rendezvous = _rendezvous_of(context, graph, node)
-    return f"has not joined {rendezvous}" if rendezvous else "does not answer"
+    return (
+        context.evidence.edges[int(context.graph.edge[node])].rendezvous
+        if not context.graph.is_collective(node)
+        else ""
+    )
 
 
 def _missing_evidence(
@@ -324,12 +314,13 @@ def _missing_evidence(
     return tuple(collect)
 
 
-def _far_behind(context: DiagnosisContext, graph: WaitGraph, process: int, node: int) -> bool:
+def _far_behind(context: DiagnosisContext, process: int, node: int) -> bool:
     """Whether the process has taken `slow_factor` times as long as most of its peers since the last collective."""
+    graph = context.graph
     if not graph.is_collective(node):
         return False
     members = context.evidence.communicators
-    rows = context.members(int(graph.communicator[node]))
+    rows = context.rows_of(node)
     seq = int(graph.seq[node])
     completed_previous = members.completed[rows] == seq - 1
     has_entered = completed_previous & (members.entered[rows] >= seq)
@@ -351,18 +342,18 @@ def _likely_causes(context: DiagnosisContext, process: int, slow: bool) -> tuple
     return (Alternative("slow_rank_preprocess", 0.4),) if slow else ()
 
 
-def find_waits_without_blocker(context: DiagnosisContext, graph: WaitGraph, relevant: BoolArray) -> list[Hypothesis]:
+def find_waits_without_blocker(context: DiagnosisContext) -> list[Hypothesis]:
     """Hypotheses about waits for a target outside the job, and about waits that no process can end."""
+    graph = context.graph
     found = []
-    has_blocker = np.zeros(len(graph.seq), dtype=np.bool_)
-    has_blocker[graph.block_node] = True
-    for node in np.flatnonzero(relevant & (graph.edge >= 0) & ~has_blocker).tolist():
+    has_blocker = mask_of(len(graph.seq), graph.block_node)
+    for node in np.flatnonzero(context.relevant & (graph.edge >= 0) & ~has_blocker).tolist():
         edge = context.evidence.edges[int(graph.edge[node])]
         since = float(graph.since[node])
         # A service outside the job cannot be observed; the timeout of the waiting process limits how long it may take.
         within_timeout = bool(edge.outside) and edge.kind == "http" and context.at < edge.until
         proven = proven_inactive(context, edge.process, since) and not within_timeout
-        level, answers = VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE, {"past_limit": proven}
+        level, answers = level_of(proven), {"past_limit": proven}
         if edge.outside:
             cause = "remote_service_timeout" if proven and edge.kind in ("http", "async function") else "unknown"
             hypothesis = Hypothesis(

@@ -1,7 +1,7 @@
 """A verdict (what is wrong, which processes are the culprits, with what confidence and evidence) and its JSON form."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -46,6 +46,11 @@ class VerdictLevel(StrEnum):
     """Structure or long inactivity proves the verdict."""
     ACT = "act"
     """The verdict is confirmed and was acted upon."""
+
+
+def level_of(proven: bool) -> VerdictLevel:
+    """Confirmed if the verdict is proven, else a notice."""
+    return VerdictLevel.CONFIRMED if proven else VerdictLevel.NOTICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +144,7 @@ class Verdict:
                 "op": collective.operation,
                 "call_site": collective.call_site,
             },
-            "waiting": [
-                {"who": each.who, "on": each.on, "what": each.what, "since_s": each.since_s} for each in self.waiting
-            ],
+            "waiting": [asdict(each) for each in self.waiting],
             "level": str(self.level),
             "confidence": round(self.confidence, 3),
             "alternatives": [{"class": each.what, "confidence": each.confidence} for each in self.alternatives],

@@ -9,7 +9,7 @@ from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.failure_classes import CLASS_FIXES
 from lockstep.watch.diagnosis.live_weights import live_weights
 from lockstep.watch.diagnosis.verdict import Culprit, StalledCollective, Verdict, VerdictKind, WaitLink
-from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph
+from lockstep.watch.diagnosis.wait_graph import BoolArray, WaitGraph, mask_of
 
 MAX_LINKS = 6
 """The longest wait chain in a verdict, in links."""
@@ -62,24 +62,17 @@ def to_verdict(context: DiagnosisContext, hypothesis: Hypothesis) -> Verdict:
     )
 
 
-def process_label(context: DiagnosisContext, process: int) -> str:
-    """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for a process in no communicator; a part with its process."""
+def process_label(context: DiagnosisContext, process: int, short: bool = False) -> str:
+    """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for a process in no communicator; a part with its process. If
+    `short`, without role and host."""
     each = context.evidence.processes.info[process]
     if process in context.wholes:
-        return f"child {each.pid} of {process_label(context, context.wholes[process])}"
-    host = f"host {each.host}" if each.host else ""
-    if each.rank >= 0 and context.named_by_rank[process]:
-        about = ", ".join(part for part in (_role_text(each.role), host) if part)
-        return f"rank {each.rank} ({about})" if about else f"rank {each.rank}"
-    return f"{each.name} ({host})" if host else each.name
-
-
-def short_label(context: DiagnosisContext, process: int) -> str:
-    """`rank 1`, or `scorer-0` for a process in no communicator; a part with its process."""
-    each = context.evidence.processes.info[process]
-    if process in context.wholes:
-        return f"child {each.pid} of {short_label(context, context.wholes[process])}"
-    return f"rank {each.rank}" if each.rank >= 0 and context.named_by_rank[process] else each.name
+        return f"child {each.pid} of {process_label(context, context.wholes[process], short)}"
+    has_rank = each.rank >= 0 and bool(context.named_by_rank[process])
+    about = [_role_text(each.role) if has_rank else "", f"host {each.host}" if each.host else ""]
+    details = "" if short else ", ".join(filter(None, about))
+    name = f"rank {each.rank}" if has_rank else each.name
+    return f"{name} ({details})" if details else name
 
 
 def join_labels(context: DiagnosisContext, processes: tuple[int, ...]) -> str:
@@ -112,9 +105,9 @@ def _collective_key(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[
     """Communicator and sequence number of the collective of the hypothesis; None if it has none."""
     if hypothesis.collective is not None:
         return hypothesis.collective
-    if hypothesis.node is None or context.graph is None or context.graph.communicator[hypothesis.node] < 0:
+    if hypothesis.node is None or not context.graph.is_collective(hypothesis.node):
         return None
-    return int(context.graph.communicator[hypothesis.node]), int(context.graph.seq[hypothesis.node])
+    return context.graph.collective(hypothesis.node)
 
 
 def _stalled_collective(
@@ -123,9 +116,8 @@ def _stalled_collective(
     """The collective of the hypothesis. If the others wait outside collectives, the nearest collective that this wait
     delays."""
     key, graph = _collective_key(context, hypothesis), context.graph
-    if key is None and graph is not None:
-        delayed = [node for node in nodes if graph.communicator[node] >= 0]
-        key = (int(graph.communicator[delayed[0]]), int(graph.seq[delayed[0]])) if delayed else None
+    if key is None:
+        key = next((graph.collective(node) for node in nodes if graph.is_collective(node)), None)
     if key is None:
         return None
     call, site = context.call(*key)
@@ -143,9 +135,8 @@ def collective_text(context: DiagnosisContext, communicator: int, seq: int) -> s
 def _node_text(context: DiagnosisContext, node: int) -> str:
     """What the processes of a node wait in, as text."""
     graph = context.graph
-    assert graph is not None
     if graph.is_collective(node):
-        return collective_text(context, int(graph.communicator[node]), int(graph.seq[node]))
+        return collective_text(context, *graph.collective(node))
     edge = context.evidence.edges[int(graph.edge[node])]
     return f"{edge.kind}: {edge.why}" if edge.kind and edge.why else edge.why or edge.kind or "a wait"
 
@@ -154,16 +145,16 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
     """The chain of waits that ends at the culprit, and the nodes of its links; collectives are preferred to other
     waits."""
     graph, node = context.graph, hypothesis.node
-    if graph is None or node is None:
+    if node is None:
         return (), []
     links: list[WaitLink] = []
     nodes: list[int] = []
-    on = hypothesis.outside or (short_label(context, hypothesis.culprits[0]) if hypothesis.culprits else "")
-    seen = np.zeros(graph.processes, dtype=np.bool_)
-    seen[list(hypothesis.culprits)] = True
+    on = hypothesis.outside or (
+        process_label(context, hypothesis.culprits[0], short=True) if hypothesis.culprits else ""
+    )
+    seen = mask_of(graph.processes, list(hypothesis.culprits))
     while node is not None and len(links) < MAX_LINKS:
-        waiters = np.zeros(graph.processes, dtype=np.bool_)
-        waiters[graph.wait_process[graph.wait_node == node]] = True
+        waiters = mask_of(graph.processes, graph.wait_process[graph.wait_node == node])
         new_waiters = np.flatnonzero(waiters & ~seen)
         if not len(new_waiters):
             break
@@ -172,25 +163,23 @@ def _wait_chain(context: DiagnosisContext, hypothesis: Hypothesis) -> tuple[tupl
         since = context.at - float(graph.since[node])
         links.append(
             WaitLink(
-                short_label(context, waiter),
+                process_label(context, waiter, short=True),
                 on,
                 _node_text(context, node),
                 round(since, 1) if np.isfinite(since) else None,
             )
         )
         nodes.append(node)
-        on, node = short_label(context, waiter), behind
+        on, node = process_label(context, waiter, short=True), behind
     return tuple(reversed(links)), nodes
 
 
 def _next_link(graph: WaitGraph, seen: BoolArray, waiters: IntArray) -> tuple[int, int | None]:
     """One of the waiting processes and the node that it blocks, preferably a collective. The node is None if the
     process blocks none."""
-    candidates = np.zeros(graph.processes, dtype=np.bool_)
-    candidates[waiters] = True
+    candidates = mask_of(graph.processes, waiters)
     blocks = candidates[graph.block_process]
-    nodes = np.zeros(len(graph.seq), dtype=np.bool_)
-    nodes[graph.wait_node[~seen[graph.wait_process]]] = True
+    nodes = mask_of(len(graph.seq), graph.wait_node[~seen[graph.wait_process]])
     blocks &= nodes[graph.block_node]
     if not blocks.any():
         return int(waiters[0]), None
@@ -238,7 +227,7 @@ def _locations_text(context: DiagnosisContext, hypothesis: Hypothesis) -> str:
         return f"; its child {context.evidence.processes.info[hypothesis.part].pid} {where}" if where else ""
     one = len(hypothesis.culprits) == 1
     found = [(process, _location_text(context, process)) for process in hypothesis.culprits]
-    return "".join(f"; {'it' if one else short_label(context, p)} {where}" for p, where in found if where)
+    return "".join(f"; {'it' if one else process_label(context, p, short=True)} {where}" for p, where in found if where)
 
 
 def _location_text(context: DiagnosisContext, process: int) -> str:
@@ -263,7 +252,6 @@ def _chain_text(context: DiagnosisContext, hypothesis: Hypothesis, chain: tuple[
     """`rank 2 has waited 41 s for rank 1 (all_reduce #5 on 'fsdp'), which waits for scorer-0 (future: scores of step
     7).`"""
     graph = context.graph
-    assert graph is not None
     assert hypothesis.node is not None
     first = chain[0]
     waits = f"has waited {first.since_s:.0f} s" if first.since_s else "waits"

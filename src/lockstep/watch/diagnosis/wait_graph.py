@@ -12,6 +12,7 @@ is blocked, an ANY edge if all are.
 The graph consists of arrays, because in a stalled job of 16,000 ranks every rank waits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,11 +61,13 @@ class WaitGraph:
     def is_collective(self, node: int) -> bool:
         return bool(self.edge[node] < 0)
 
+    def collective(self, node: int) -> tuple[int, int]:
+        """Communicator and sequence number of a node that is a collective."""
+        return int(self.communicator[node]), int(self.seq[node])
+
     def waiting(self) -> BoolArray:
         """`[processes]`: true for processes that wait in some node."""
-        mask = np.zeros(self.processes, dtype=np.bool_)
-        mask[self.wait_process] = True
-        return mask
+        return mask_of(self.processes, self.wait_process)
 
     def waiters(self, node: int) -> list[int]:
         return sorted(set(self.wait_process[self.wait_node == node].tolist()))
@@ -83,10 +86,17 @@ class WaitGraph:
         return sorted(set(self.block_node[self.block_process == process].tolist()))
 
 
+def mask_of(size: int, at: IntArray | Sequence[int]) -> BoolArray:
+    """`[size]`: true at the given indices."""
+    mask = np.zeros(size, dtype=np.bool_)
+    mask[at] = True
+    return mask
+
+
 def build_wait_graph(
     evidence: Evidence, pending: PendingCollectives, notice_s: float, always: bool = False
-) -> WaitGraph | None:
-    """Builds the graph. Returns None if no wait is longer than `notice_s`; with `always`, only if there is no wait."""
+) -> WaitGraph:
+    """Builds the graph. It is empty if no wait is longer than `notice_s`, unless `always`."""
     rows = np.flatnonzero(pending.waits)
     since = pending.since[rows]
     is_late = ~(_observed_at(evidence, evidence.communicators.process[rows]) - since < notice_s)
@@ -94,20 +104,16 @@ def build_wait_graph(
     late_edges = [
         not float(_observed_at(evidence, edge.process)) - _edge_since(edge) < notice_s for _, edge, _ in edges
     ]
-    any_late = is_late.any() or any(late_edges)
-    if not any_late and not (always and (len(rows) or edges)):
-        return None
+    if not (always or is_late.any() or any(late_edges)):
+        rows, since, is_late, edges, late_edges = rows[:0], since[:0], is_late[:0], [], []
     communicator, seq, node_of = _collective_nodes(pending, rows)
     collectives = len(communicator)
     node_since = np.full(collectives + len(edges), np.inf)
     np.minimum.at(node_since, node_of, np.where(np.isnan(since), -np.inf, since))
-    stalled = np.zeros(collectives + len(edges), dtype=np.bool_)
-    stalled[node_of[is_late]] = True
+    stalled = np.append(mask_of(collectives, node_of[is_late]), np.array(late_edges, dtype=np.bool_))
     blocks = _blockers(evidence, pending, communicator, seq, node_since)
     block_process, block_node, suspect_process, suspect_node = blocks
-    for number, (_, edge, _) in enumerate(edges, collectives):
-        node_since[number] = _edge_since(edge)
-        stalled[number] = late_edges[number - collectives]
+    node_since[collectives:] = [_edge_since(edge) for _, edge, _ in edges]
     edge_blocks = [(process, number) for number, (_, _, on) in enumerate(edges, collectives) for process in on]
     edge_block_rows = np.array(edge_blocks, dtype=np.int64).reshape(-1, 2)
     no_collective = np.full(len(edges), -1, dtype=np.int64)
@@ -154,12 +160,9 @@ def _collective_nodes(pending: PendingCollectives, rows: IntArray) -> tuple[IntA
     if width * len(lowest) > _MAX_TABLE_CELLS:  # a member is far ahead: number the distinct offsets
         keys, dense = np.unique(np.stack([communicator, offset]), axis=1, return_inverse=True)
         first = np.searchsorted(keys[0], keys[0])
-        offset = (np.arange(keys.shape[1]) - first)[dense.reshape(-1)]
-        real = keys[1]
-        offset = np.minimum(offset, LEVELS - 1)
         place = first + np.minimum(np.arange(keys.shape[1]) - first, LEVELS - 1)
         used, node_of = np.unique(place[dense.reshape(-1)], return_inverse=True)
-        return keys[0][used], real[used] + lowest[keys[0][used]], node_of.reshape(-1)
+        return keys[0][used], keys[1][used] + lowest[keys[0][used]], node_of.reshape(-1)
     flags = np.zeros((len(lowest), width), dtype=np.bool_)
     flags[communicator, offset] = True
     if width > LEVELS:
@@ -257,15 +260,12 @@ def find_permanently_blocked(graph: WaitGraph) -> tuple[BoolArray, BoolArray]:
     waits = np.arange(len(graph.wait_process))
     any_of = np.flatnonzero(graph.any_of)
     while True:
-        blocked_node = np.zeros(len(graph.seq), dtype=np.bool_)
-        blocked_node[graph.block_node[blocks]] = True
+        blocked_node = mask_of(len(graph.seq), graph.block_node[blocks])
         if len(any_of):
-            can_proceed = np.zeros(len(graph.seq), dtype=np.bool_)
-            can_proceed[graph.block_node[~blocked_process[graph.block_process]]] = True
+            can_proceed = mask_of(len(graph.seq), graph.block_node[~blocked_process[graph.block_process]])
             blocked_node[any_of] &= ~can_proceed[any_of]
         waits = waits[blocked_node[graph.wait_node[waits]]]
-        still_blocked = np.zeros(graph.processes, dtype=np.bool_)
-        still_blocked[graph.wait_process[waits]] = True
+        still_blocked = mask_of(graph.processes, graph.wait_process[waits])
         if still_blocked.sum() == blocked_process.sum():
             return still_blocked, blocked_node
         blocked_process = still_blocked

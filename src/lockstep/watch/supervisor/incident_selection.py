@@ -49,10 +49,8 @@ def select_processes(evidence: Evidence, verdict: Verdict) -> IncidentSelection:
     all_culprits = with_parts(info, {(each.host, each.name) for each in verdict.culprits})
     culprits = _spread(all_culprits, MAX_CULPRITS)
     graph = build_wait_graph(evidence, find_pending(evidence), 0.0, always=True)
-    waiters: list[int] = []
-    if graph is not None:
-        waits = [_waits_for(graph, each) for each in culprits] or [_waits_in_collective(evidence, graph, verdict)]
-        waiters = _choose_waiters(graph, waits, frozenset(all_culprits))
+    waits = [_waits_for(graph, each) for each in culprits] or [_waits_in_collective(evidence, graph, verdict)]
+    waiters = _choose_waiters(graph, waits, frozenset(all_culprits))
     if not culprits:
         waiters = list(dict.fromkeys([*_chain(evidence, verdict), *waiters]))[:MAX_WAITERS]
     chosen = {*culprits, *waiters}

@@ -146,6 +146,8 @@ def test_an_error_that_the_rank_has_outlived_is_no_cause() -> None:
     check(diagnose(waiting_for_its_device(old)), VerdictKind.ABSENT, ["policy-1"])
     back = ProcessDevice(SPINNING, faults=(fault("lost", 600),))
     check(diagnose(waiting_for_its_device(back)), VerdictKind.ABSENT, ["policy-1"])
+    gone = ProcessDevice(LOST, faults=(fault("lost", 600),))
+    check(diagnose(waiting_for_its_device(gone)), VerdictKind.DEVICE, ["policy-1"])
     assert (
         diagnose(replace(snapshot(policy(2), []), devices={0: (ProcessDevice(LOST, faults=(fault("lost", 9),)),)}))
         == []

@@ -232,8 +232,6 @@ def _absent_ranks(waiting: WaitingRanks) -> Iterator[Candidate]:
     stack_text = " ".join(f"{frame.function} {frame.source}" for each in waiting.timed_out for frame in each.path)
     activity = _activity_of_absent(waiting, absent)
     cls, weight = activity if activity is not None else (class_of_activity(stack_text) or "unknown", 0.45)
-    if len(absent) > max(1, len(waiting.waits)):
-        weight = min(weight, 0.45)
     yield _wait_candidate(cls, weight, absent, first, text, facts)
 
 
