@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from lockstep.base.folders import new_run_id
 from lockstep.report.warning_handler import WarningHandler
+from marked_files import MarkedFiles
 
 try:
     from _pytest.nodeid import coerce_node_id
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from s3_server import S3Server
 
 UNIT = Path(__file__).with_name("unit")
+MARKED = MarkedFiles(Path(__file__).parent)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,6 +40,16 @@ settings.load_profile("lockstep")
 
 
 gc.disable()  # until all tests are collected: it would look through thousands of them, again and again
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files of which `-m` takes nothing, before they import torch; not those that were asked for by name."""
+    expression = str(config.getoption("markexpr") or "")
+    if not expression or not collection_path.name.startswith("test_") or not collection_path.is_file():
+        return None
+    if collection_path in {Path(each.partition("::")[0]).absolute() for each in config.args}:
+        return None
+    return None if MARKED.may_take(expression, collection_path) else True
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,7 +3,7 @@ calls it; those that need Ray or vLLM are `script/test --ray --vllm`.
 
     tests/full.py                       everything that `full-results.json` has not passed with these sources already
     tests/full.py --again               everything
-    tests/full.py --slice K --seed S    a random part that takes about 14 minutes; another K is another part
+    tests/full.py --slice K --seed S    a random part that takes about 7 minutes; another K is another part
     tests/full.py --match WORD          tests with this in their name
 
 What came of each test is in `full-results.json` as soon as it is known, so a run that was stopped goes on where it was.
@@ -38,7 +38,7 @@ SOURCES = ("src", "tests", "examples", "pyproject.toml", "requirements.lock")
 REPORTS = "LOCKSTEP_FULL_REPORTS"
 """Where a pytest process reports to."""
 MARKS = "slow and not ray and not vllm and not deepspeed"
-SLICE_S = 14 * 60.0
+SLICE_S = 7 * 60.0
 UNKNOWN_S = 60.0
 """What a test is thought to take that never ran."""
 BATCH_S, BATCH = 240.0, 40
@@ -319,7 +319,7 @@ class Suite:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--slice", type=int, metavar="K", help="only the K-th random part of about 14 minutes")
+    parser.add_argument("--slice", type=int, metavar="K", help="only the K-th random part of about 7 minutes")
     parser.add_argument("--seed", type=int, default=0, help="of the parts, and of the tests' random moments")
     parser.add_argument("--again", action="store_true", help="also what has passed with these sources already")
     parser.add_argument("--match", default="", help="only tests with this in their name")
