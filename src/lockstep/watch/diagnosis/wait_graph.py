@@ -34,7 +34,6 @@ _MAX_TABLE_CELLS = 1 << 22
 class WaitGraph:
     """The nodes of collectives, ordered by communicator and sequence number, followed by the nodes of edges."""
 
-    at: float
     processes: int
     communicator: IntArray
     """`[nodes]`; -1 for an edge."""
@@ -118,7 +117,6 @@ def build_wait_graph(
     edge_block_rows = np.array(edge_blocks, dtype=np.int64).reshape(-1, 2)
     no_collective = np.full(len(edges), -1, dtype=np.int64)
     return WaitGraph(
-        at=evidence.at,
         processes=len(evidence.processes.info),
         communicator=np.concatenate([communicator, no_collective]),
         seq=np.concatenate([seq, no_collective]),
