@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.diagnosis_context import (
     DiagnosisContext,
     Hypothesis,
@@ -235,10 +234,7 @@ def _resolves(graph: WaitGraph, deadlock: IntArray, process: int) -> bool:
 
 def _wait_fact(context: DiagnosisContext, node: int, waiters: set[int]) -> Fact:
     graph = context.graph
-    names = context.evidence.processes.info
-    waiting = summarize_list(sorted(waiters), 4, lambda each: names[each].name)
-    blockers = graph.blockers(node)
-    waits_for = summarize_list(blockers, 4, lambda each: names[each].name)
+    waiting, waits_for = context.names(sorted(waiters)), context.names(graph.blockers(node))
     if not graph.is_collective(node):
         edge = context.evidence.edges[int(graph.edge[node])]
         return Fact(f"{waiting} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from lockstep.base.text import summarize_list
 from lockstep.watch.diagnosis.device_evidence import device_texts, idle_s, last_moved_at
 from lockstep.watch.diagnosis.evidence import Evidence, FloatArray, IntArray, WaitEdge
 from lockstep.watch.diagnosis.evidence_types import CollectiveCall, Liveness, ProcessNote
@@ -64,6 +65,10 @@ class DiagnosisContext:
 
     def name(self, process: int) -> str:
         return self.evidence.processes.info[process].name
+
+    def names(self, processes: Sequence[int]) -> str:
+        """The names of the first four processes, and how many there are more."""
+        return summarize_list(processes, 4, self.name)
 
     def rank_key(self, process: int) -> tuple[str, int, str]:
         """Role, rank and name, by which verdicts order processes."""

@@ -200,26 +200,19 @@ def _none_completes(context: DiagnosisContext, nodes: list[int]) -> list[Hypothe
     if is_active and context.at - since < context.thresholds.busy_factor * context.thresholds.notice_s:
         return []  # the transfer may still be running
     proven = all_proven_inactive(context, waiters, since)
-    return [_by_elimination(context, nodes, waiters, proven)]
-
-
-def _by_elimination(context: DiagnosisContext, nodes: list[int], waiters: list[int], proven: bool) -> Hypothesis:
-    """The hypothesis that the link or the kernel is at fault."""
-    some_complete = _completed_by(context, nodes[0]) > 0
+    how_many = "not all complete" if _completed_by(context, nodes[0]) else "none completes"
     culprits, hosts = _common_host(context, nodes)
     several_hosts = len(hosts) > 1
     host_names = summarize_list(sorted(hosts), 4)
     spans = (Fact(f"it spans the hosts {host_names}", "communicators"),) if several_hosts else ()
-    return Hypothesis(
+    found = Hypothesis(
         VerdictKind.IN_FLIGHT,
         level_of(proven),
         {"past_limit": proven, "by_elimination": True},
-        "all members have entered {collective} and not all complete it"
-        if some_complete
-        else "all members have entered {collective} and none completes it",
+        f"all members have entered {{collective}} and {how_many} it",
         tuple(culprits),
         node=nodes[0],
-        since=float(context.graph.since[nodes[0]]),
+        since=since,
         alternatives=(Alternative("network_blocked", 0.5),)
         if several_hosts
         else (Alternative("p2p_path_broken", 0.3),),
@@ -230,6 +223,7 @@ def _by_elimination(context: DiagnosisContext, nodes: list[int], waiters: list[i
         ),
         not_excluded=tuple(each for node in nodes for each in _may_have_stopped(context, node)),
     )
+    return [found]
 
 
 def _common_host(context: DiagnosisContext, nodes: list[int]) -> tuple[list[int], set[str]]:
@@ -252,8 +246,7 @@ def _common_host(context: DiagnosisContext, nodes: list[int]) -> tuple[list[int]
 def _insufficient_evidence(context: DiagnosisContext, node: int) -> Hypothesis:
     """A notice: all members of known progress have entered, so a late one can only be among the others."""
     suspects = context.graph.suspects(node) or _uncertain_members(context, node)
-    info = context.evidence.processes.info
-    names = summarize_list(suspects, 4, lambda each: info[each].name)
+    names = context.names(suspects)
     unseen = [each for each in suspects if context.liveness(each) is Liveness.UNSEEN]
     missing = "a beacon, a dump or the log" if unseen else "the stack and the counts"
     return Hypothesis(

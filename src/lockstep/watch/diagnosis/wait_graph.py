@@ -34,7 +34,6 @@ _MAX_TABLE_CELLS = 1 << 22
 class WaitGraph:
     """The nodes of collectives, ordered by communicator and sequence number, followed by the nodes of edges."""
 
-    at: float
     processes: int
     communicator: IntArray
     """`[nodes]`; -1 for an edge."""
@@ -118,7 +117,6 @@ def build_wait_graph(
     edge_block_rows = np.array(edge_blocks, dtype=np.int64).reshape(-1, 2)
     no_collective = np.full(len(edges), -1, dtype=np.int64)
     return WaitGraph(
-        at=evidence.at,
         processes=len(evidence.processes.info),
         communicator=np.concatenate([communicator, no_collective]),
         seq=np.concatenate([seq, no_collective]),
@@ -181,6 +179,9 @@ def _blockers(
     evidence: Evidence, pending: PendingCollectives, communicator: IntArray, seq: IntArray, since: FloatArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """The columns `block_process`, `block_node`, `suspect_process` and `suspect_node` of the collective nodes."""
+    if not len(communicator):
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, empty, empty, empty
     members, liveness = evidence.communicators, evidence.processes.liveness[evidence.communicators.process]
     has_left = (liveness != Liveness.RUNNING) & (liveness != Liveness.UNSEEN)
     is_known = (members.entered >= 0) & (liveness != Liveness.UNSEEN)
@@ -192,7 +193,7 @@ def _blockers(
     first = np.searchsorted(communicator, communicator)
     depth_of_node = np.arange(len(communicator)) - first
     all_rows = np.arange(len(members.process))
-    for depth in range(int(depth_of_node.max()) + 1 if len(depth_of_node) else 0):
+    for depth in range(int(depth_of_node.max()) + 1):
         nodes = np.flatnonzero(depth_of_node == depth)
         node_of = np.full(len(members.info), -1, dtype=np.int64)
         node_of[communicator[nodes]] = nodes
@@ -205,9 +206,6 @@ def _blockers(
             is_certain = is_certain & (seen[rows] >= since[node])
         blocks, may_block = will_not_complete | (not_reached & is_certain), not_reached & ~is_certain & ~has_left[rows]
         found.append((members.process[rows[blocks]], node[blocks], members.process[rows[may_block]], node[may_block]))
-    if not found:
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, empty, empty, empty
     one, two, three, four = (np.concatenate(column) for column in zip(*found, strict=True))
     return one, two, three, four
 
