@@ -41,7 +41,7 @@ pytestmark = [
 CONTEXT, READER = 160, "lockstep.weights.shared_memory_transport:StoreReader"
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def folder(request, tmp_path_factory):
     made = make_tiny(tmp_path_factory.mktemp("vllm") / "m", hidden=128, heads=4, kv_heads=2, ffn=64, max_length=CONTEXT)
     lm = AutoModelForCausalLM.from_pretrained(made)

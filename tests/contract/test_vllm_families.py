@@ -41,7 +41,9 @@ VARIANTS = {
 """Further models, whose weights vLLM keeps in other ways."""
 KNOWN = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 """Models whose layers are loaded directly."""
-QUICK = (*KNOWN, "gemma2", "bloom", "falcon", "mixtral", "gpt-oss", "gpt-neox")
+QUICK = ("llama-tied", "qwen2", "qwen3", "bloom", "mixtral", "gpt-oss")
+"""Layers that are loaded directly, with tied and with own output layers and with and without biases and norms of their
+own; fused ones, and experts. The others, which repeat one of these, are run by `script/test --vllm`."""
 FAMILIES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*mf.FAMILIES, *VARIANTS)]
 
 

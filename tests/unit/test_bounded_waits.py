@@ -7,6 +7,7 @@ with in the same file, so that `dict.get`, `str.join` and `os.path.join` pass wh
 import ast
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def bare_waits(source: str) -> list[tuple[int, str]]:
     tree = ast.parse(source)
     names = _Names(tree)
     found = [(call.lineno, complaint) for call in _calls(tree) if (complaint := _complaint(call, names))]
-    for node in ast.walk(tree):
+    for node in _within(tree):
         if isinstance(node, ast.With | ast.AsyncWith):
             for item in node.items:
                 if names.constructor(item.context_expr, EXECUTOR):
@@ -80,7 +81,7 @@ def _published(tree: ast.AST, names: "_Names") -> list[ast.Call]:
     """The calls inside `with track_wait(...)`."""
     blocks = [
         node
-        for node in ast.walk(tree)
+        for node in _within(tree)
         if isinstance(node, ast.With)
         and any(
             isinstance(item.context_expr, ast.Call)
@@ -99,16 +100,16 @@ class _Names:
         self.kinds: dict[str, str] = {}
         self.unbounded: set[str] = set()
         self.nonblocking: set[str] = set()
-        self.methods = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        self.classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-        for node in ast.walk(tree):
+        self.methods = {node.name for node in _within(tree) if isinstance(node, ast.FunctionDef)}
+        self.classes = {node.name for node in _within(tree) if isinstance(node, ast.ClassDef)}
+        for node in _within(tree):
             self._import(node)
-        for node in ast.walk(tree):
+        for node in _within(tree):
             self._bind(node)
         for call in _calls(tree):
             if isinstance(call.func, ast.Attribute) and call.func.attr == "setblocking" and _is(call, 0, "flag", False):
                 self.nonblocking.add(last(call.func.value))
-        for loop in (node for node in ast.walk(tree) if isinstance(node, ast.For)):
+        for loop in (node for node in _within(tree) if isinstance(node, ast.For)):
             if last(loop.target) in self.nonblocking and isinstance(loop.iter, ast.Tuple | ast.List):
                 self.nonblocking.update(last(item) for item in loop.iter.elts)
 
@@ -205,8 +206,14 @@ def _annotated(node: ast.expr) -> ast.expr | None:
     return node if isinstance(node, ast.Name | ast.Attribute) else None
 
 
+@lru_cache(maxsize=4)
+def _within(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a tree, which each of the checks looks through again."""
+    return tuple(ast.walk(tree))
+
+
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return (node for node in _within(tree) if isinstance(node, ast.Call))
 
 
 def _complaint(call: ast.Call, names: _Names) -> str | None:

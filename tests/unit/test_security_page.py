@@ -25,11 +25,13 @@ def opens_a_port(path: Path) -> bool:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name not in LISTENS:
+                continue
             on_socket = name != "bind" or (
                 len(node.args) == 1 and isinstance(node.args[0], ast.Tuple) and not node.keywords
             )
             own = isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) in ("self", "recovery")
-            if name in LISTENS and on_socket and not own:
+            if on_socket and not own:
                 return True
     return False
 
