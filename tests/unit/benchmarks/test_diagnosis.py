@@ -30,7 +30,7 @@ FLOORS: dict[tuple[str, Callable[[ReadCase], object]], tuple[int, int]] = {
     ("development", by_family): (15, 6),
     ("held_out", by_case): (17, 9),
     ("held_out", by_family): (15, 7),
-    ("ran", by_case): (213, 52),
+    ("ran", by_case): (213, 53),
     ("ran", by_family): (198, 49),
     ("set_aside", by_case): (58, 15),
     ("set_aside", by_family): (56, 15),
@@ -44,6 +44,8 @@ FLOORS: dict[tuple[str, Callable[[ReadCase], object]], tuple[int, int]] = {
     ("fifth_set_aside", by_family): (123, 57),
     ("sixth_set_aside", by_case): (99, 48),
     ("sixth_set_aside", by_family): (95, 41),
+    ("seventh_set_aside", by_case): (87, 27),
+    ("seventh_set_aside", by_family): (78, 23),
 }
 """Right classes and culprits of a corpus, with the signatures of each case or family left out. They may only rise."""
 

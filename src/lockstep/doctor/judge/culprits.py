@@ -22,7 +22,7 @@ _FIRST_FAILURE_CLASSES = frozenset((
     "host_oom", "rank_oom", "cuda_kernel_error", "gpu_hardware_fault", "rank_exception_masked", "shm_too_small",
     "os_limits", "storage_fault", "remote_service_timeout", "nan_or_inf",
     "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
-    "rank_divergent_branch",
+    "rank_divergent_branch", "vllm_weight_sync",
 ))  # fmt: skip
 """Failure classes in which one process fails first. If no line names that process, the first process that ended with
 an error is the culprit."""
@@ -259,6 +259,11 @@ def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> lis
               if {"size", "joined"} <= match.fields.keys()]  # fmt: skip
     if missing and None not in reporting and all(count == len(missing) for count in counts):
         return [culprit_of_rank(rank, history) for rank in missing]
+    writing = {origin.rank for log in history.logs for origin in (*log.origins, log.origin)} - {None}
+    sizes = {int(match.fields["size"]) for match in same if {"joined", "size"} <= match.fields.keys()}
+    silent = sorted(set(range(max(sizes, default=0))) - writing)
+    if writing and silent and all(count == len(silent) for count in counts):
+        return [culprit_of_rank(rank, history) for rank in silent]
     files = {each.source for each in joined}
     hosts = {log.origin.host for log in history.logs if log.origin.host and log.source not in files}
     return [Culprit(None, host=each, name=each) for each in sorted(hosts)]
@@ -333,6 +338,7 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
     where = match.traceback.where if match.traceback else ""
     rank = match.origin.rank if match.origin.rank is not None else history.rank(match)
     rank = _mentioned_rank(match, history) if rank is None else rank
+    rank = history.raising_ranks.get(match.place) if rank is None else rank
     of_worker = _MENTIONED_PID.search(match.text) if rank is None else None
     rank = history.rank_of_pid.get(int(of_worker[1] or of_worker[2])) if of_worker else rank
     host = match.origin.host or _host_of_task(match.origin.label, history)  # srun labels lines with the task

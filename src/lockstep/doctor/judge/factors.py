@@ -43,25 +43,25 @@ def _proposed(one: FailureHypothesis) -> float | None:
 
 
 def exact(one: FailureHypothesis, job: JobEvidence) -> bool | None:
-    """A line has hardly another cause."""
+    """A quoted line has hardly any other cause."""
     strength = _strength(one, job)
     return None if strength is None else strength >= _EXACT
 
 
 def likely(one: FailureHypothesis, job: JobEvidence) -> bool | None:
-    """A line mostly has this cause."""
+    """A quoted line usually has this cause."""
     strength = _strength(one, job)
     return None if strength is None else _LIKELY <= strength < _EXACT
 
 
 def possible(one: FailureHypothesis, job: JobEvidence) -> bool | None:
-    """A line often has this cause."""
+    """A quoted line often has this cause."""
     strength = _strength(one, job)
     return None if strength is None else _POSSIBLE <= strength < _LIKELY
 
 
 def faint(one: FailureHypothesis, job: JobEvidence) -> bool | None:
-    """A line sometimes has this cause."""
+    """A quoted line sometimes has this cause."""
     strength = _strength(one, job)
     return None if strength is None else _FAINT <= strength < _POSSIBLE
 
@@ -107,7 +107,7 @@ def first(one: FailureHypothesis, job: JobEvidence) -> bool | None:
 
 
 def late(one: FailureHypothesis, job: JobEvidence) -> bool | None:
-    """Another failure was there long before."""
+    """Another failure came long before it."""
     if not one.matches:
         return None
     own = one.matches[0]

@@ -44,6 +44,8 @@ def ended_well(history: "JobHistory") -> bool:
     if not done or _stays_without_number(history):
         return False
     first, last = done[0], dict(sorted(done, key=lambda each: each[1]))
+    # A process handles no exception like these, although a logger may print it.
+    fatal = {each.place for each in history.matches if each.rule.signature.fatal is True and _is_fatal(history, each)}
     bad = [
         (each.source, each.origin.rank, each.line)
         for each in history.failures + history.exceptions
@@ -52,7 +54,8 @@ def ended_well(history: "JobHistory") -> bool:
         and not (each.traceback and completed_after(history, each.origin.rank, each.source, each.line))
     ]
     bad += [(at.source, None, each.number) for _, _, each, at in history.tracebacks
-            if is_primary(each) and not _was_handled(each, at.source, first)]  # fmt: skip
+            if is_primary(each)
+            and ((at.source, each.number) in fatal or not _was_handled(each, at.source, first))]  # fmt: skip
     if any(each[0] != first[0] or not _has_step_between(history, *each, first[1]) for each in bad):
         return False
     later = (each for each in history.matches if each.line > last.get(each.source, each.line))

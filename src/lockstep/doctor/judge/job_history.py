@@ -149,6 +149,12 @@ class JobHistory:
         return origin if rank is None else LineOrigin(rank, found.ip, origin.role, found.pid)
 
     @cached_property
+    def raising_ranks(self) -> Mapping[tuple[int, int], int]:
+        """The rank that raised an exception, by the place of its last line; a driver prints those of others too."""
+        return {(log.source, each.number): origin.rank for origin, _, each, log in self.tracebacks
+                if origin.rank is not None}  # fmt: skip
+
+    @cached_property
     def ranks(self) -> frozenset[int]:
         """All known ranks: also those that only a launcher's table or the number of a higher rank shows."""
         found = {origin.rank for log in self.logs for origin in log.origins}
