@@ -1,7 +1,6 @@
 """The terminal as Lockstep writes to it: texts from outside cannot control it."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from typing import IO
 
@@ -52,14 +51,15 @@ def _without_line_padding(segments: Iterable[Segment]) -> Iterator[Segment]:
     """Yields the segments without the spaces at the ends of their lines."""
     spaces: list[Segment] = []
     for segment in segments:
-        text = re.sub(r" +(?=\n)", "", segment.text).rstrip(" ")
+        *whole, last = segment.text.split("\n")
+        text = "".join(f"{line.rstrip(' ')}\n" for line in whole) + last
         if text.startswith("\n"):
             spaces.clear()
-        if text or segment.control:
+        shown = text.rstrip(" ")
+        if shown or segment.control:
             yield from spaces
             spaces.clear()
-            yield Segment(text, segment.style, segment.control)
-        if segment.text.endswith(" "):
-            width = len(segment.text) - len(segment.text.rstrip(" "))
-            spaces.append(Segment(" " * width, segment.style))
+            yield Segment(shown, segment.style, segment.control)
+        if shown != text:
+            spaces.append(Segment(text[len(shown) :], segment.style))
     yield from spaces
