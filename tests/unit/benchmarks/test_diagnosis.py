@@ -44,8 +44,8 @@ FLOORS: dict[tuple[str, Callable[[ReadCase], object]], tuple[int, int]] = {
     ("fifth_set_aside", by_family): (123, 57),
     ("sixth_set_aside", by_case): (99, 48),
     ("sixth_set_aside", by_family): (95, 41),
-    ("seventh_set_aside", by_case): (87, 27),
-    ("seventh_set_aside", by_family): (78, 23),
+    ("seventh_set_aside", by_case): (87, 28),
+    ("seventh_set_aside", by_family): (78, 24),
 }
 """Right classes and culprits of a corpus, with the signatures of each case or family left out. They may only rise."""
 

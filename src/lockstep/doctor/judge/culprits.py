@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from lockstep.doctor.judge.hypotheses import NO_FAULT, FailureHypothesis
-from lockstep.doctor.judge.job_history import JobHistory
+from lockstep.doctor.judge.job_history import MAX_RANKS, JobHistory
 from lockstep.doctor.judge.mentioned_parties import mentioned_process, mentioned_service
 from lockstep.doctor.knowledge.knowledge_schema import CulpritSelector
 from lockstep.doctor.logs.line_origin import LineOrigin
@@ -253,17 +253,15 @@ def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> lis
     Ranks that lost the connection to the store had joined too.
     """
     joined = [*same, *history.facts("store_lost")]
+    counted = [match.fields for match in same if {"size", "joined"} <= match.fields.keys()]
+    counts = [int(each["size"]) - int(each["joined"]) for each in counted]
+    ranks = history.ranks.union(*(range(size) for each in counted if (size := int(each["size"])) <= MAX_RANKS))
     reporting = {history.rank(each) for each in joined}
-    missing = [rank for rank in sorted(history.ranks) if rank not in reporting]
-    counts = [int(match.fields["size"]) - int(match.fields["joined"]) for match in same
-              if {"size", "joined"} <= match.fields.keys()]  # fmt: skip
-    if missing and None not in reporting and all(count == len(missing) for count in counts):
-        return [culprit_of_rank(rank, history) for rank in missing]
-    writing = {origin.rank for log in history.logs for origin in (*log.origins, log.origin)} - {None}
-    sizes = {int(match.fields["size"]) for match in same if {"joined", "size"} <= match.fields.keys()}
-    silent = sorted(set(range(max(sizes, default=0))) - writing)
-    if writing and silent and all(count == len(silent) for count in counts):
-        return [culprit_of_rank(rank, history) for rank in silent]
+    writing = {origin.rank for log in history.logs for origin in (*log.origins, log.origin)}
+    for present in (reporting, writing - {None}) if counts else (reporting,):
+        missing = sorted(ranks - present)
+        if missing and present and None not in present and all(count == len(missing) for count in counts):
+            return [culprit_of_rank(rank, history) for rank in missing]
     files = {each.source for each in joined}
     hosts = {log.origin.host for log in history.logs if log.origin.host and log.source not in files}
     return [Culprit(None, host=each, name=each) for each in sorted(hosts)]

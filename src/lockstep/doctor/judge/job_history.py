@@ -24,7 +24,8 @@ PERSISTENT_CLASSES = ("gpu_hardware_fault",)
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _PROCESS_NAME = re.compile(r"(?i)(?:(?:rank|task|proc|trainer)[._-]?|[\w.-]{1,60}@)(\d{1,5})(?:\.service)?")
 """A process that a launcher numbers, among them the instances of a systemd unit."""
-_MAX_RANKS = 100_000
+MAX_RANKS = 100_000
+"""A line that says that a job has more is not believed."""
 _RANKS_PER_HOST = 8
 """With more ranks, several hosts may take part even if no line names them."""
 
@@ -165,7 +166,7 @@ class JobHistory:
         reported = {int(each.fields["rank"]) for each in self.facts("exit") if each.fields.get("rank", "").isdigit()}
         sizes = [int(each.fields["size"]) for each in reports if "size" in each.fields]
         sizes += [each + 1 for each in found | reported if each is not None]
-        return frozenset(range(max((each for each in sizes if each <= _MAX_RANKS), default=0)))
+        return frozenset(range(max((each for each in sizes if each <= MAX_RANKS), default=0)))
 
     @cached_property
     def hosts(self) -> Mapping[int, str]:

@@ -119,6 +119,15 @@ def test_a_rank_that_lost_the_store_had_joined(tmp_path: Path) -> None:
     assert verdict.cause == "rendezvous_incomplete" and names(verdict) == ["gn-2"]
 
 
+def test_the_rank_that_wrote_nothing_did_not_join(tmp_path: Path) -> None:
+    short = "[rank0]: DistStoreError: Timed out after 9 seconds waiting for clients. {}/{} clients joined."
+    other = ["[rank1]: torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed."]
+    verdict = judged(tmp_path / "one", rank0=[short.format(2, 3)], rank1=other)
+    assert verdict.cause == "rendezvous_incomplete" and names(verdict) == [2]
+    # A number that no job has names nobody, and takes neither memory nor time.
+    assert names(judged(tmp_path / "many", rank0=[short.format(2, 4 * 10**9)], rank1=other)) == []
+
+
 def test_the_rank_that_builds_an_index_for_all(tmp_path: Path) -> None:
     message = [" > WARNING: could not find index map files, building the indices on rank 0 ..."]
     waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=3, numel=1)]
