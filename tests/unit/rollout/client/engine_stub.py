@@ -18,6 +18,9 @@ from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Re
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 
 
+_LOOK_S = 0.05  # between two looks of a call whose engine has no request that is due
+
+
 class Engine:
     """An engine worker that completes half of its requests after `half_s`, and all after `all_s`."""
 
@@ -59,13 +62,15 @@ class Answer:
         return len(self.engine.finished()) > self.engine.sent
 
     def on_done(self, callback: Any) -> None:
+        """Calls back once, when the call is answered: a second time would take completions of the next call."""
         if self.done():
             callback()
             return
-        for due in (self.engine.half_s, self.engine.all_s):
-            timer = threading.Timer(max(0.0, self.engine.asked_at + due - time.monotonic()) + 0.001, callback)
-            timer.daemon = True
-            timer.start()
+        waited = time.monotonic() - self.engine.asked_at
+        due = next((due for due in (self.engine.half_s, self.engine.all_s) if due > waited), waited + _LOOK_S)
+        timer = threading.Timer(due - waited + 0.001, self.on_done, [callback])
+        timer.daemon = True
+        timer.start()
 
     def result(self, why: str) -> CompletionBatch:
         done, sent = self.engine.finished(), self.engine.sent
