@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_writer import CONFIG, do_step, rollouts, write_run
@@ -19,7 +20,7 @@ from lockstep.ledger.store import object_store
 from lockstep.ledger.store.manifest import ContinuedElsewhere, newest_manifest, put_manifest
 from lockstep.ledger.store.mirror import StoreIncomplete, StoreMirror, mirrored
 from lockstep.ledger.store.object_store import StoreError, open_store
-from lockstep.ledger.store.restore import NothingStored, restore_run
+from lockstep.ledger.store.restore import NothingStored, StoreState, restore_run, write_state
 
 pytest.importorskip("s3fs")
 
@@ -266,6 +267,34 @@ def test_a_server_that_hangs_does_not_stop_the_run(s3_server, s3_url, tmp_path, 
     assert s3_servers.KEYS["AWS_SECRET_ACCESS_KEY"] not in "".join(lines)
     with Ledger.resume(restore_run(mirror.url, tmp_path / "there")) as restored:
         assert restored.collected_steps() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("when", ["before the index is copied", "after it"])
+@pytest.mark.parametrize("done, more", [(4, 1), (4, 2), (5, 1), (5, 4)])
+def test_what_a_run_does_while_its_files_are_opened_is_no_failure(tmp_path, monkeypatch, when, done, more) -> None:
+    mirror = StoreMirror(f"file://{tmp_path}/shared", "run", "runs")
+    copy = Ledger.copy_index
+
+    def copied(reader: Ledger, *arguments: Any) -> None:
+        monkeypatch.setattr(Ledger, "copy_index", copy)
+        if when == "after it":
+            reader.copy_index(*arguments)
+        for step in range(done, done + more):
+            do_step(ledger, step)  # deletes the files of old steps and checkpoints
+        if when != "after it":
+            reader.copy_index(*arguments)
+
+    with Ledger.create(tmp_path / "run", CONFIG) as ledger:
+        mirror.claim(None)
+        mirror._folder = ledger.folder
+        write_state(ledger.folder, StoreState(mirror.url, (mirror._writer,)))
+        for step in range(done):
+            do_step(ledger, step)
+        monkeypatch.setattr(Ledger, "copy_index", copied)
+        assert mirror.copy_now()
+    with Ledger.resume(restore_run(mirror.url, tmp_path / "there")) as restored:
+        assert len(restored.collected_steps()) >= done
+        assert all(list(row.path.iterdir()) for row in restored.checkpoints()[-2:])
 
 
 def test_the_end_of_a_run_says_what_the_store_lacks(tmp_path, quick) -> None:

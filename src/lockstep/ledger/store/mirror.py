@@ -27,7 +27,7 @@ from lockstep.ledger.durable_files import RunLock
 from lockstep.ledger.errors import LedgerError, StaleGeneration
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.run_folder import CONFIG_FILE, INDEX_FILE, INPUTS_FOLDER, LOCK_FILE, SUMMARY_FILE
-from lockstep.ledger.sqlite_index import LedgerIndex
+from lockstep.ledger.sqlite_index import CheckpointRow, LedgerIndex
 from lockstep.ledger.store.manifest import (
     FILES,
     MANIFESTS,
@@ -228,23 +228,25 @@ class StoreMirror:
             LedgerIndex.write(self._folder / INDEX_FILE).close()
 
     def _open_state(self, at_end: tuple[str, ...], scratch: Path) -> _State | None:
-        """Opens the files of the run's present state; None if the store has it, or if there is nothing to resume."""
+        """Opens the files of the run's present state; None if the store has it, or if there is nothing to resume. If
+        the run deletes some of them before they are open, its index lists others by then, and those are opened."""
         with Ledger.reader(self._folder) as ledger:
-            checkpoints, steps = ledger.checkpoints(), ledger.step_digests()
-            if not checkpoints and not steps:
-                return None
-            first = checkpoints[-2].step + 1 if len(checkpoints) > 1 else 0
-            steps = {step: digest for step, digest in steps.items() if step >= first}
-            mark = f"{ledger.generation} {[(row.step, row.at) for row in checkpoints]} {ledger.draws()} {at_end}"
-            if self._done == (steps, mark, at_end):
-                return None
-            state = _State(steps, mark)
-            try:
-                self._open_files(ledger, state, [row.path for row in checkpoints], scratch, at_end)
-            except BaseException:
+            listed = _listed(ledger)
+            while True:
+                checkpoints, steps = listed
+                mark = f"{ledger.generation} {[(row.step, row.at) for row in checkpoints]} {ledger.draws()} {at_end}"
+                if not (checkpoints or steps) or self._done == (steps, mark, at_end):
+                    return None
+                state, before = _State(steps, mark), listed
+                try:
+                    self._open_files(ledger, state, [row.path for row in checkpoints], scratch, at_end)
+                    if (listed := _listed(ledger))[0] == checkpoints:
+                        return state
+                except BaseException as error:
+                    state.close()
+                    if not isinstance(error, FileNotFoundError) or (listed := _listed(ledger)) == before:
+                        raise
                 state.close()
-                raise
-        return state
 
     def _open_files(
         self, ledger: Ledger, state: _State, checkpoints: list[Path], scratch: Path, at_end: tuple[str, ...]
@@ -359,6 +361,14 @@ def has_all(config: StoreConfig | None, run: str, folder: Path) -> bool:
         return True
     state = read_state(folder)
     return state is not None and state.complete and state.url == _run_store(config.url, run).url
+
+
+def _listed(ledger: Ledger) -> tuple[list[CheckpointRow], dict[int, str]]:
+    """Returns the checkpoints, and the digests of the step files that a run needs to go on from the older of the newest
+    two."""
+    checkpoints = ledger.checkpoints()
+    first = checkpoints[-2].step + 1 if len(checkpoints) > 1 else 0
+    return checkpoints, {step: digest for step, digest in ledger.step_digests().items() if step >= first}
 
 
 def _run_store(url: str, run: str) -> ObjectStore:
