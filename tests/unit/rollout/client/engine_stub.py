@@ -17,7 +17,6 @@ from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, RequestGroup
 from lockstep.run.recovery.recovery_manager import RecoveryManager
 
-
 _LOOK_S = 0.05  # between two looks of a call whose engine has no request that is due
 
 
