@@ -8,17 +8,21 @@ import re
 from collections.abc import Callable, Iterable
 
 from lockstep.base.secrets import HIDDEN, is_secret_name, redact_text
+from lockstep.doctor.bundle.cluster_names import cluster_hosts, listed_users, node_lists, pod_groups, without_accounts
+from lockstep.doctor.bundle.private_paths import PrivatePaths
 
 _GENERIC_USERS = frozenset((
     "root", "user", "users", "ubuntu", "admin", "ray", "runner", "jovyan", "vscode", "ec2-user", "centos", "docker",
     "nobody", "vllm", "app", "u", "me", "home", "test", "mpiuser", "work", "shared", "data", "tmp", "default",
-    "none", "null", "public",
+    "none", "null", "public", "git", "hf", "oauth2", "daemon", "systemd", "slurm", "munge", "wheel", "staff", "dialout",
 ))  # fmt: skip
 """Accounts of images and examples, which name nobody."""
 _GENERIC_HOSTS = frozenset((
     "localhost", "localhost.localdomain", "head", "master", "worker", "driver", "node", "host", "trainer", "rank",
     "stdin", "kernel", "vm", "controller", "engine", "learner", "actor", "rollout", "server", "client", "gpu",
-    "cuda",
+    "cuda", "api", "www", "git", "mail", "docs", "db", "redis", "proxy", "registry", "data", "cdn", "hub", "auth",
+    "login", "storage", "metrics", "grafana", "monitor", "internal", "cluster", "default", "svc", "ray", "vllm",
+    "reward", "judge",
 ))  # fmt: skip
 _GENERIC_RUNS = frozenset((
     "sft", "preference", "reward", "rewards", "ppo", "grpo", "dpo", "kto", "orpo", "policy", "actor", "reference",
@@ -32,7 +36,8 @@ _PUBLIC_DOMAINS = (
     "vllm.ai", "ray.io", "readthedocs.io", "readthedocs.org", "pypi.org", "pythonhosted.org", "wandb.ai",
     "anaconda.com", "docker.io", "stackoverflow.com", "deepspeed.ai", "schedmd.com", "open-mpi.org",
     "kubernetes.io", "example.com", "w3.org", "comet.com", "mlflow.org", "microsoft.com", "google.com",
-    "googleapis.com", "amazonaws.com", "modelscope.cn", "gnu.org", "kernel.org",
+    "googleapis.com", "amazonaws.com", "slack.com", "discord.com", "gitlab.com", "nvcr.io", "ghcr.io",
+    "quay.io", "svc.cluster.local", "modelscope.cn", "gnu.org", "kernel.org",
 )  # fmt: skip
 
 _MULTILINE_KEY = re.compile(r"-----BEGIN [A-Z0-9 ]*-----[^-]{0,20000}-----END [A-Z0-9 ]*-----")
@@ -57,11 +62,22 @@ _SECRET_FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{12,}|gh[pousr]_[A-Za-z0-9]{12,}|github_pat_\w{12,}|(?:AKIA|ASIA)[A-Z0-9]{12,}"
     r"|eyJ[\w-]{4,}\.[\w-]{4,}(?:\.[\w-]{4,})?|AIza[\w-]{20,}|xox[abeoprs]-[\w-]{8,}|glpat-[\w-]{10,}|wandb_v1_\w{8,})"
 )
+_SIGNED = re.compile(
+    r"(?i)((?:[?&;]|%26)(?:x-(?:amz|goog|oss|cos|tos)-(?:signature|security-token|credential)|sig|signature|signedheaders"
+    r"|awsaccesskeyid|ossaccesskeyid|q-signature|q-ak)(?:=|%3D))(?!\[hidden)[^\s&'\"<>]+"
+)
+"""What opens a file of a cloud's store to everybody who has the link."""
+_WEBHOOK = re.compile(
+    r"(?i)((?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks|webhook\.office\.com"
+    r"|open\.(?:feishu\.cn|larksuite\.com)/open-apis/bot/v2/hook|qyapi\.weixin\.qq\.com/cgi-bin/webhook/send"
+    r"|oapi\.dingtalk\.com/robot/send|api\.telegram\.org)[/?])[^\s'\"<>]+"
+)
 _MAIL = re.compile(r"(?<![\w.+-])(?P<user>[\w.+-]{1,64})@(?P<domain>[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+)\b")
 _USER_AT = re.compile(r"(?<![\w.@/-])(?P<user>[a-z_][\w.-]{1,31})@(?P<host>[A-Za-z0-9][\w.-]*)")
 _HOME = re.compile(
-    r"(?<![\w.-])/(?P<top>home|Users|scratch|fsx|gpfs/users|lustre/users|nfs/users|mnt/home|data/home)/"
+    r"(?<![\w.-])(?:/[\w.-]+){0,6}?(?:/(?:home|Users|users|user|u)|(?<![\w.-])/(?:scratch|fsx))/"
     r"(?P<user>[A-Za-z0-9._-]{1,64})(?=/|\b)"
+    r"|(?i:\b[a-z]:\\{1,2}users\\{1,2})(?P<windows>[\w.-]{2,64})"
 )
 _USER_SETTING = re.compile(
     r"(?:\b(?:USER|LOGNAME|USERNAME|SUDO_USER|SLURM_JOB_USER)['\"]?\s?[=:]\s?['\"]?|\buser=|\bUserId="
@@ -80,9 +96,15 @@ _ADDRESS = re.compile(r"(?<![\w.])(?<!==)(?P<a>\d{1,3})\.(?P<b>\d{1,3})\.(?P<c>\
 _VERSION_BEFORE = re.compile(r"(?i)(?:version|driver|cudnn|nccl|cublas|==|>=|<=|~=|\bv)[\s:=v-]{0,3}$")
 _ADDRESS6 = re.compile(
     r"(?<![\w:.])(?=[0-9a-fA-F:]*::|(?:[0-9a-fA-F]{1,4}:){7})(?:[0-9a-fA-F]{1,4})?(?::{1,2}[0-9a-fA-F]{1,4}){1,7}"
-    r"(?![\w:])"
+    r"(?![\w:]|\.\d)"
 )
-_MAC = re.compile(r"(?i)(?<![0-9a-f:])(?:[0-9a-f]{2}:){5}[0-9a-f]{2}(?![0-9a-f:])")
+_MAC = re.compile(r"(?i)(?<![\w:-])(?:(?:[0-9a-f]{2}:){5,19}|(?:[0-9a-f]{2}-){5})[0-9a-f]{2}(?![\w:-])")
+"""Of Ethernet, and of InfiniBand with 20 bytes."""
+_GUID = re.compile(
+    r"(?i)(?<![\w:])(?:[0-9a-f]{4}:){3}[0-9a-f]{4}(?![\w:.])|(?<=guid )0x[0-9a-f]{16}|(?<=guid[:=])0x[0-9a-f]{16}"
+)
+_GPU_ID = re.compile(r"\b(?P<kind>GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
+_SERIAL = re.compile(r"(?i)(\bserial(?: number| no\.?)?\s*[:=]?\s+)(?=[\w-]*\d{4})[\w-]{8,}")
 _DOMAIN = re.compile(
     r"(?<![\w@./-])(?=[\w.-]*[a-z])[A-Za-z0-9][A-Za-z0-9-]*(?:\.[A-Za-z0-9][A-Za-z0-9-]*){0,6}"
     r"\.(?:com|net|org|edu|gov|io|ai|cn|de|fr|uk|jp|local|internal|intra|intranet|lan|corp|cluster|cloud|svc)"
@@ -119,16 +141,19 @@ class Redactor:
         for name in sorted(set(runs)):
             self._add_run(name)
         self._pattern: re.Pattern[str] | None = None
+        self._paths = PrivatePaths()
 
     @property
     def names(self) -> dict[str, str]:
         """The substitutes that were given, by name."""
-        return dict(self._names)
+        return {**self._paths.names, **self._names}
 
     def learn(self, text: str) -> None:
         """Finds the users, hosts and runs that a text names, so that they are replaced in all texts."""
         for found in _HOME.finditer(text):
-            self._add_user(found["user"])
+            self._add_user(found["user"] or found["windows"])
+        for user in listed_users(text):
+            self._add_user(user)
         for found in _USER_SETTING.finditer(text):
             self._add_user(found["user"])
         for found in _USER_AT.finditer(text):
@@ -148,16 +173,35 @@ class Redactor:
                     self._add_host(found["host"])
         for found in _JSON_HOST.finditer(text):
             self._add_host(found["host"])
+        for _, nodes in node_lists(text):
+            for node in nodes:
+                self._add_host(node)
+        for host in cluster_hosts(text):
+            self._add_host(host)
+        for group in pod_groups(text):
+            self._add_run(group)
         for pattern in (_CLOUD_HOST, _DOMAIN):
             for found in pattern.finditer(text):
                 self._add_host(found[0])
 
     def text(self, text: str) -> str:
         """Returns a text without names, addresses and secrets."""
-        text = self._without_secrets(text)
+        text = without_accounts(self._without_secrets(text))
         text = _MAIL.sub(self._mail, text)
+        for found, nodes in reversed(list(node_lists(text))):
+            substitutes = ",".join(self._names.get(node, node) for node in nodes)
+            text = text[: found.start()] + substitutes + text[found.end() :]
         text = self._known().sub(lambda found: self._names[found[0]], text)
+        text = self._paths.text(text)
         text = _ADDRESS.sub(self._address, text)
+        text = _GPU_ID.sub(
+            lambda found: self._numbered(
+                found[0], "gpu", found["kind"] + "-00000000-0000-0000-0000-00000000{0:02x}{1:02x}"
+            ),
+            text,
+        )
+        text = _SERIAL.sub(r"\g<1>" + HIDDEN, text)
+        text = _GUID.sub(lambda found: self._numbered(found[0].lower(), "guid", "0000:0000:0000:{0:02x}{1:02x}"), text)
         text = _MAC.sub(lambda found: self._numbered(found[0].lower(), "mac", "02:00:00:00:{0:02x}:{1:02x}"), text)
         return _ADDRESS6.sub(self._address6, text)
 
@@ -168,6 +212,8 @@ class Redactor:
         text = self._hide(_NETRC, text)
         text = self._hide(_HEADER, text, lambda found: f"{found[1]}{found[2]}{HIDDEN}")
         text = self._hide(_AUTHORIZATION, text)
+        text = self._hide(_WEBHOOK, text)
+        text = self._hide(_SIGNED, text)
         text = self._hide(_CREDENTIALS, text, lambda found: f"{HIDDEN}@")
         text = self._hide(_HEX_KEY, text)
         text = _ASSIGNMENT.sub(self._assignment, text)
@@ -196,6 +242,8 @@ class Redactor:
             return found[0]
         if re.fullmatch(r"[\d.]+", value) or value.startswith(("-", "<|")):
             return found[0]
+        if name in ("PWD", "OLDPWD") and value.startswith("/"):  # the shell's working folder
+            return found[0]
         self.secrets += 1
         return f"{name}{between}{found['quote']}{HIDDEN}"
 
@@ -203,6 +251,8 @@ class Redactor:
         user, domain = found["user"], found["domain"]
         if user in _GENERIC_USERS and domain in self._names:
             return f"{user}@{self._names[domain]}"
+        if domain in _PUBLIC_DOMAINS and user in _GENERIC_USERS:
+            return found[0]
         return f"{self._add(user, 'user')}@{self._names.get(domain, 'example.com')}"
 
     def _known(self) -> re.Pattern[str]:
@@ -228,8 +278,17 @@ class Redactor:
         if not dot:
             self._add(name, "machine")
         elif name not in self._names:
-            own = self._names.get(short) or self._add(short, "machine")
+            if short in self._names or self._is_distinct(short):
+                own = self._names.get(short) or self._add(short, "machine")
+            else:  # `x.corp.com` says nothing about the word `x`
+                self._counts["machine"] = self._counts.get("machine", 0) + 1
+                own = f"machine-{self._counts['machine']}"
             self._set(name, f"{own}.example.com")
+
+    @staticmethod
+    def _is_distinct(short: str) -> bool:
+        """Whether the first part of a host's name names it also alone."""
+        return len(short) > 2 and short.lower() not in _GENERIC_HOSTS | _GENERIC_RUNS | _GENERIC_USERS
 
     def _add_run(self, name: str) -> None:
         """Adds the name of a run, unless it could be any number, date or word of a log."""
