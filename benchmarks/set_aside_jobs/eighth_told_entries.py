@@ -19,13 +19,13 @@ SFT or DPO. The rule was fixed before anything was looked up:
 4. Where this gives fewer than 65, the next results of the queries are taken in the same way, one a query.
 5. From the third query, jobs are taken whose warnings did no harm as the thread says.
 
-Changed after the queries about the first three F had been answered: the search goes by meaning, these queries named
-none, and nearly all answers were of other programs. In their place each F gets two queries of the form `F S` with the
-symptoms S of this list, two for each F in turn, beginning anew at its end: `NCCL watchdog timeout ALLGATHER`, `CUDA
-out of memory`, `worker died SIGKILL exitcode -9`, `KeyError or ValueError in worker traceback`, `vLLM engine died`,
-`update weights fails`, `connection refused or request timeout to server`, `checkpoint saving fails or hangs`, `loss
-nan or gradient overflow`, `placement group pending not enough GPUs`, `illegal memory access`, `ImportError undefined
-symbol version`, `warning can be ignored`. Nothing else of the rule was changed by this.
+Changed twice before a thread was taken, as the search goes by meaning and leaves names aside. The queries about the
+first three F gave programs that have nothing to do with them; `F` with a symptom, asked for the first six F, did so too
+(only those of OpenRLHF and vLLM gave threads that fit). What was asked in the end are queries shaped like the logs of
+F, one or two for each: the command, the classes or the processes that F's logs name, and `error`, `traceback` or
+`hang` (such as `verl main_ppo WorkerDict RayTaskError traceback`); for healthy jobs eight queries with the warnings
+that these programs print at their start, in training and at their end, and `harmless` or `can be ignored`. As a query
+gives about ten threads, half of them even, all that fit are taken, not the first one only.
 
 The truth is the class of the established cause, not of the first error line; culprits are named only where a
 careful reader of the log could.
