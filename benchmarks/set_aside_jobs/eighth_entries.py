@@ -57,30 +57,24 @@ def _vllm(name: str, cls: str, script: str, **about: object) -> Entry:
 ENTRIES = [
     # Healthy.
     _shard("pref-logfmt-saves", "benign", _RUN + "--save --all --noise"),
-    _shard("pref-glog", "benign", _RUN + "--form glog --all"),
     _shard("pref-continued", "benign", _RUN + "--save --steps 16; " + _RUN + "--resume --save --form bracket --noise"),
     _shard("pref-csv-ddp", "benign", _RUN + "--ddp --form csv", framework="PyTorch DDP (gloo)"),
     _shard("pref-measured-only", "benign", _RUN + "--evaluate --form table --noise"),
     _shard("pref-one-nap", "benign", _RUN + "--fault nap --seconds 11 --form bracket --all"),
     _shard("pref-rank-texts", "benign", _HANDS.format("127.0.0.1", 2, "0 1", "--form host --all --noise")),
-    _trio("trio-steady", "benign"),
     _trio("trio-rate-limits", "benign", "--fault grader-limits"),
     _trio("trio-one-slow-answer", "benign", "--fault sampler-slow"),
     _trio("trio-preempted-saves", "benign", "--fault trainer-cut", also_ok=("external_kill",)),
     _mix("mix-lora", "transformers Trainer, PEFT", "benign", "$T lora"),
-    _mix("mix-scored", "transformers Trainer", "benign", "$T scored"),
     _mix("mix-budget-stops", "transformers Trainer", "benign", "$T stops"),
     _mix("mix-push-fails", "transformers Trainer", "benign", "$T uploads"),
     _mix("mix-again", "transformers Trainer", "benign", "$T stops > /dev/null 2>&1; $T again"),
     _mix("mix-distil", "accelerate", "benign", _ACC + "finetune.py distil"),
-    _ray("raypost-steady", "benign", "steady"),
     _ray("raypost-restarts", "benign", "restarts"),
     _vllm("rollout-offline-nano", "benign", _VLLM + "--prompts 24 --tokens 24"),
     # Ranks that raise, crash, leave or wait.
     _shard("pref-token-outside", "rank_exception_masked", _RUN + "--fault token --all", culprit=(1,)),
-    _shard("pref-ragged-rows", "rank_exception_masked", _RUN + "--fault ragged --on 0 --form glog", culprit=(0,)),
     _shard("pref-native-crash", "rank_exception_masked", _RUN + "--fault segv --all", culprit=(1,), also_ok=_CRASH),
-    _shard("pref-killed", "external_kill", _RUN + "--fault kill --form bracket", culprit=(1,), also_ok=("host_oom",)),
     _shard(
         "pref-second-forward",
         "rank_divergent_branch",
@@ -103,13 +97,6 @@ ENTRIES = [
         _HANDS.format("127.0.0.1", 2, "0 1", "--fault exit --all --form glog"),
         culprit=(1,),
         also_ok=("rank_divergent_branch", *_RAISED),
-    ),
-    _shard(
-        "pref-packs-alone",
-        "slow_rank_preprocess",
-        _RUN + "--fault slow --seconds 45 --timeout 15 --all --form glog",
-        culprit=(1,),
-        also_ok=("slow_collective_timeout",),
     ),
     _shard(
         "pref-late-save",
@@ -155,12 +142,6 @@ ENTRIES = [
         "timeout -s INT 60 torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:$P "
         "--rdzv-conf join_timeout=25 pref_trainer.py",
         also_ok=("master_unreachable", "external_kill"),
-    ),
-    _shard(
-        "pref-port-occupied",
-        "port_in_use",
-        "python -m http.server $P > /dev/null 2>&1 & J=$!; sleep 2; " + _RUN + "--form glog; kill $J",
-        also_ok=("master_unreachable",),
     ),
     # Services.
     _trio(
@@ -214,24 +195,15 @@ ENTRIES = [
         also_ok=("rank_exception_masked", "config_error", "version_mismatch"),
     ),
     # Trainers.
-    _mix("mix-row-without-key", "transformers Trainer", "rank_exception_masked", "$T bad-row"),
-    _mix("mix-row-longer", "transformers Trainer", "rank_exception_masked", "$T ragged"),
-    _mix(
-        "mix-loader-lost",
-        "transformers Trainer",
-        "external_kill",
-        "$T worker-dies",
-        also_ok=(
-            "host_oom",
-            "shm_too_small",
-            "rank_exception_masked",
-        ),
-    ),
-    _mix("mix-both-precisions", "transformers Trainer", "config_error", "$T precision"),
+    _mix("mix-row-longer", "transformers Trainer", "rank_exception_masked", "$T ragged", culprit=(1,)),
     _mix("mix-lora-target", "transformers Trainer, PEFT", "config_error", "$T lora-wrong", also_ok=_RAISED),
-    _mix("mix-label-two", "transformers Trainer", "rank_exception_masked", "$T label", also_ok=("config_error",)),
     _mix(
-        "mix-folder-is-file", "transformers Trainer", "storage_fault", "$T readonly", also_ok=("config_error", *_RAISED)
+        "mix-folder-is-file",
+        "transformers Trainer",
+        "config_error",
+        "$T readonly",
+        culprit=(0,),
+        also_ok=("storage_fault", *_RAISED),
     ),
     _mix(
         "mix-preprocess-late",
