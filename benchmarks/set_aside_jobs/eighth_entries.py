@@ -18,7 +18,6 @@ _TRIO = (
     "echo trainer exited with $C"
 )
 _MIX = "cp $S/tuner_mix_job.py finetune.py; T='torchrun --nproc-per-node 2 --master-port '" + _PORT + "' finetune.py'; "
-_ACC = "accelerate launch --cpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no "
 _RAY = (
     "cp $S/raypost_job.py posttrain.py; unset TMPDIR; "
     "export RAY_raylet_start_wait_time_s=250 RAY_AUTH_MODE=disabled; timeout -s INT 200 python posttrain.py "
@@ -69,7 +68,8 @@ ENTRIES = [
     _mix("mix-budget-stops", "transformers Trainer", "benign", "$T stops"),
     _mix("mix-push-fails", "transformers Trainer", "benign", "$T uploads"),
     _mix("mix-again", "transformers Trainer", "benign", "$T stops > /dev/null 2>&1; $T again"),
-    _mix("mix-distil", "accelerate", "benign", _ACC + "finetune.py distil"),
+    _mix("mix-preprocess-late", "transformers Trainer", "benign", "$T preprocesses"),
+    _mix("mix-distil", "accelerate", "benign", "$T distil"),
     _ray("raypost-restarts", "benign", "restarts"),
     _vllm("rollout-offline-nano", "benign", _VLLM + "--prompts 24 --tokens 24"),
     # Ranks that raise, crash, leave or wait.
@@ -133,7 +133,11 @@ ENTRIES = [
     _shard(
         "pref-shard-file-gone",
         "storage_fault",
-        _RUN + "--save --steps 16 > /dev/null; rm runs/a/step-16/__1_0.distcp; " + _RUN + "--resume --form bracket",
+        _RUN
+        + "--save --steps 16 > /dev/null 2>&1; rm runs/a/step-16/__1_0.distcp; "
+        + _RUN
+        + "--resume --form bracket",
+        limit_s=300,
         also_ok=("rank_exception_masked", "config_error"),
     ),
     _shard(
@@ -149,6 +153,7 @@ ENTRIES = [
         "external_kill",
         "--fault sampler-dies",
         culprit=("sampler-1",),
+        alt=(("16474",),),
         also_ok=(
             "remote_service_timeout",
             "vllm_engine_failure",
@@ -206,18 +211,10 @@ ENTRIES = [
         also_ok=("storage_fault", *_RAISED),
     ),
     _mix(
-        "mix-preprocess-late",
-        "transformers Trainer",
-        "slow_rank_preprocess",
-        "$T preprocesses",
-        culprit=(1,),
-        also_ok=("slow_collective_timeout",),
-    ),
-    _mix(
         "mix-export-gathers",
         "accelerate",
         "rank_divergent_branch",
-        _ACC + "finetune.py distil-extra",
+        "$T distil-extra",
         culprit=(0,),
         also_ok=(
             "rank_exception_masked",
@@ -225,12 +222,13 @@ ENTRIES = [
         ),
     ),
     # Ray, vLLM.
-    _ray("raypost-format-key", "rank_exception_masked", "score-key", culprit=("Scorer",)),
+    _ray("raypost-format-key", "rank_exception_masked", "score-key", culprit=("Scorer",), alt=(("17006",),)),
     _ray(
         "raypost-rollout-killed",
         "external_kill",
         "rollout-killed",
         culprit=("RolloutWorker",),
+        alt=(("17381",),),
         also_ok=(
             "host_oom",
             "rank_exception_masked",
@@ -238,7 +236,9 @@ ENTRIES = [
             "ray_node_or_gcs",
         ),
     ),
-    _ray("raypost-learner-shape", "rank_exception_masked", "learner-shape", culprit=("Learner",)),
+    _ray(
+        "raypost-learner-shape", "rank_exception_masked", "learner-shape", culprit=("Learner",), alt=(("18025",), (1,))
+    ),
     _ray("raypost-no-room", "ray_resources_pending", "no-room"),
     _vllm(
         "rollout-two-without-room",

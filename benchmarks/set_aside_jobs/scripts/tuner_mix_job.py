@@ -1,5 +1,6 @@
 """Fine-tunings with transformers' Trainer and accelerate, with PEFT: `tuner_mix_job.py MODE`."""
 
+import datetime
 import logging
 import os
 import signal
@@ -104,11 +105,12 @@ def judge():
 
 
 def distil():
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import set_seed
 
     set_seed(5)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    limits = [InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=30))]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=limits)
     teacher, student = small().eval(), small()
     rows = Conversations()
     loader = torch.utils.data.DataLoader(rows, 5)
@@ -129,7 +131,8 @@ def distil():
         accelerator.print(f"state of epoch {epoch} saved")
     if MODE == "distil-extra" and accelerator.is_main_process:
         accelerator.print("exporting the student")
-        accelerator.gather(torch.ones(1))
+        weights = [accelerator.gather(each.detach()) for each in student.parameters()]
+        accelerator.print(f"exported {len(weights)} tensors")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
