@@ -225,4 +225,20 @@ ENTRIES: list[Entry] = [
         2704,
         also_ok=("vllm_engine_failure",),
     ),
+    told_even(
+        "patches-broadcast-on-cpu",
+        "unsloth, LLaMA-Factory",
+        "framework_bug",
+        "unslothai/unsloth",
+        2584,
+        also_ok=("config_error", "rank_exception_masked"),
+    ),
+    told_even(
+        "hooks-expected-nowhere",
+        "unsloth",
+        "framework_bug",
+        "OEvortex/unsloth",
+        16,
+        also_ok=("config_error", "rank_exception_masked"),
+    ),
 ]
