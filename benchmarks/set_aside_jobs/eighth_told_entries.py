@@ -31,14 +31,14 @@ These gave about 40 threads. So that more kinds of failure came up, some 20 quer
 of one kind each (a card's fault, a full disk, a port, a lost node of Ray, a long tokenization, IB, peers, NaN, ranks
 of several modalities, ...), and threads taken from them in the same way. In all, 76 queries gave some 780 results,
 about half of them with even numbers; 64 threads were taken. verl, VLM-R1, R1-V, open-r1, EasyR1, AReaL, ROLL, SkyRL,
-rllm, Verifiers, torchtune and SGLang gave none of their own, only programs built on them or none at all: their
-even threads lacked a cause, or their excerpts a log.
+rllm, Verifiers, torchtune and SGLang gave none of their own, only programs built on them or none at all: their even
+threads lacked a cause, or their excerpts a log.
 
 The index answers with excerpts of a thread, not with all of it: where the excerpts hold no resolution, a thread was
-taken only if its error line leaves one cause. Some are pull requests (trl 3310 and 6872, MOVA 68, prime-rl 1630 and 2810), as their
-descriptions or comments report a job and its cause. Rule 3 was set aside for a few with one engine on one GPU, whose
-messages are what jobs of several print too. Some files hold what a user noted beside the log, such as a listing from
-another terminal.
+taken only if its error line leaves one cause. Some are pull requests (trl 3310 and 6872, MOVA 68, prime-rl 1630 and
+2810), as their descriptions or comments report a job and its cause. Rule 3 was set aside for a few with one engine on
+one GPU, whose messages are what jobs of several print too. Some files hold what a user noted beside the log, such as
+a listing from another terminal.
 
 The truth is the class of the established cause, not of the first error line; culprits are named only where a
 careful reader of the log could.
