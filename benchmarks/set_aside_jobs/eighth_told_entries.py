@@ -37,8 +37,10 @@ threads lacked a cause, or their excerpts a log.
 The index answers with excerpts of a thread, not with all of it: where the excerpts hold no resolution, a thread was
 taken only if its error line leaves one cause. Some are pull requests (trl 3310 and 6872, MOVA 68, prime-rl 1630 and
 2810), as their descriptions or comments report a job and its cause. Rule 3 was set aside for a few with one engine on
-one GPU, whose messages are what jobs of several print too. Some files hold what a user noted beside the log, such as
-a listing from another terminal.
+one GPU, whose messages are what jobs of several print too. Where an excerpt names the error but quotes no log (MOVA
+68, prime-rl 2810, trl 6872, vllm 5458, nccl 1170, DeepSpeed 7170, slime 1136, returnn 1484 and some healthy ones),
+the lines are those that the programs named print for it. Some files hold what a user noted beside the log, such as a
+listing from another terminal.
 
 The truth is the class of the established cause, not of the first error line; culprits are named only where a
 careful reader of the log could.
