@@ -1,4 +1,4 @@
-"""Makes the jobs of the cases set aside (`set_aside` to `seventh_set_aside`): small, with known faults or none.
+"""Makes the jobs of the cases set aside (`set_aside` to `eighth_set_aside`): small, with known faults or none.
 
 Whoever writes rules or factors for the diagnosis reads neither this folder nor those jobs.
 
