@@ -12,7 +12,7 @@ from math import prod
 from pathlib import PurePosixPath
 
 from lockstep.doctor.judge import job_end
-from lockstep.doctor.logs import attempts
+from lockstep.doctor.logs import attempts, process_names
 from lockstep.doctor.logs.attempts import earlier_attempts, last_attempt_start
 from lockstep.doctor.logs.line_origin import PLACING_FACTS, LineOrigin, ranks_by_pid
 from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch, StepCounter
@@ -22,8 +22,6 @@ from lockstep.doctor.logs.step_progress import StepHistory
 PERSISTENT_CLASSES = ("gpu_hardware_fault",)
 """Failure classes that persist in the next attempt on the same hosts."""
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
-_PROCESS_NAME = re.compile(r"(?i)(?:(?:rank|task|proc|trainer)[._-]?|[\w.-]{1,60}@)(\d{1,5})(?:\.service)?")
-"""A process that a launcher numbers, among them the instances of a systemd unit."""
 MAX_RANKS = 100_000
 """A line that says that a job has more is not believed."""
 _RANKS_PER_HOST = 8
@@ -246,8 +244,8 @@ class JobHistory:
         if named.isdigit():
             return int(named)
         if match.rule.signature.fact == "exit" and "party" in match.fields:
-            process = _PROCESS_NAME.fullmatch(match.fields["party"])
-            return int(process[1]) if process else None
+            process = process_names.PARTY.fullmatch(match.fields["party"])
+            return int(process["label"] or process["instance"]) if process else None
         if match.origin.rank is not None:
             return match.origin.rank
         pid = match.fields.get("pid") or match.origin.pid

@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from lockstep.doctor.logs import line_origin
+from lockstep.doctor.logs import line_origin, process_names
 from lockstep.doctor.logs.line_origin import Forms, LineOrigin
 
 _NUMBER = re.compile(r" ?(?P<open>[\[({<#]?)(?P<value>\d{1,5})(?P<close>(?:/(?P<of>\d{1,5}))?(?:[\])}>|]:?)?)(?=\s)")
@@ -17,7 +17,7 @@ _COLUMN = re.compile(
     r"(?=\s|$))"
 )
 """A word before a separator, or in brackets, at the beginning of a line."""
-_PROCESS = r"(?:rank|task|proc(?:ess)?|worker|trainer|learner|member|peer|r)[ ._:=#-]?(?P<label>\d{1,5})"
+_PROCESS = process_names.numbered(f"{process_names.WORDS}|worker", " ._:=#-")
 _NUMBERED = re.compile(_PROCESS + "$", re.IGNORECASE)
 _OF_JOB = re.compile(r"(?P<job>.*)[@,](?P<label>\d{1,5})$")
 """What a launcher calls the processes of a job that it only numbers, alone or after the name of the job."""

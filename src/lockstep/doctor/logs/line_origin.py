@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from lockstep.doctor.logs import record_fields
+from lockstep.doctor.logs import process_names, record_fields
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 _MAX_PREFIXES = 8
@@ -86,7 +86,7 @@ _PREFIX = re.compile(
     rf"|\[?(?:{'|'.join(_STAMPS)})\]?(?=[\s:\[\],|]|$)[,:]?"
     r"|\[(?:rank|RANK|Rank)[ _]?(?P<rank>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
     r"|\[(?:default|trainer|worker)[ _]?(?P<role>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
-    r"|\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,(?P<mpihost>[\w.-]+))?\]<(?:stdout|stderr|stddiag)>:"
+    r"|\[(?:[\w.@-]{1,80},)?(?:mpirank:)?(?P<mpi>\d{1,6})(?:,(?P<mpihost>[\w.-]+))?\]<(?:stdout|stderr|stddiag)>:"
     r"|(?:stdout|stderr) [FP](?: |$)|(?:> ?)+"
     rf"|(?:[\w.-]{{1,128}}\.\d{{1,6}}\.[\w.-]{{1,128}}@)?(?P<container>{_HOST})"
     r"(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
@@ -103,7 +103,8 @@ _PREFIX = re.compile(
     r"|(?P<nhost>[A-Za-z][\w.-]*):(?P<npid>\d+):\d+ \[(?P<dev>-?\d+)\]"
     r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
     r"|\[?[IWEFDC](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d(?:\.\d+)?(?: +(?P<gpid>\d+))? [\w./-]+:\d+\]"
-    r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
+    rf"|\[(?:Rank|RANK|worker(?:_rank)?|global_rank|DP|GPU|(?:{process_names.WORDS})(?:_id|_index)?)[ _:=]*"
+    r"(?P<srank>\d{1,6})(?: ?(?:/|of) ?\d+)?\]"
     rf"|[\[({{<](?!{_PART}\b)"
     rf"(?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*(?::\d+)?)[/:,| ] ?)?(?:{_RANK}[ _:=#-]{{0,2}}|[Rr])"
     r"(?P<wrapped>\d{1,6})(?: ?(?:/|of) ?\d+)?(?:[ ,;|]+pid[ =:]*(?P<wpid>\d+))?[\])}>](?::(?=\s|$)| ?\||(?=[\s\[]|$))"
@@ -115,7 +116,7 @@ _PREFIX = re.compile(
     r"|:[A-Za-z_][\w.]*:|:(?=\s|\d{4}-)|\s[\w.-]+:\d+ --(?=\s))"
     r"|[DIWECF] (?=\d{4}[-/]\d\d[-/])"
     r"|[-|] [\w.<>-]{2,60}(?::[\w<>.]+:\d+)?(?=\s*\||\s+- )"
-    r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|stage|process) (?P<named>\d{1,5}):(?= )"
+    r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|stage|process|task|trainer|proc) (?P<named>\d{1,5}):(?= )"
     rf"|{_LEVEL}:? r(?P<leveled>\d{{1,5}})(?=[: ])"
     r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
     r"|\[[\w./<>-]{2,60}(?::\d+)?(?::[\w<>]+)?\](?=\[|\s-\s|\s\[|\s\d{4}-\d\d-)|- (?=\[)"
@@ -132,10 +133,6 @@ _MENTIONED_RANK = re.compile(
 _PROCESS_GROUP_RANK = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)\]|\[rank(?P<c>\d+)\]:")
 _VLLM_WORKER = re.compile(r"^(?:VllmWorker|Worker)_?(?:TP|PP|DP)?-?(?P<n>\d+)$")
 
-_FILE_RANK = re.compile(
-    r"(?:^|[/_.-])(?:rank|RANK|local_rank|trainer|learner|worker|w|member|peer|proc|process|task|stage|global_rank|r)[_.-]?"
-    r"(?P<rank>\d{1,6})(?=[/_.-]|$)"
-)
 _FILE_NODE = re.compile(r"(?:^|[/_.-])(?:node|host|n)[_.-]?(?P<node>\d{1,5})(?=[/_.-]|$)")
 _TORCHRUN_FILE = re.compile(r"(?:^|/)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/(?:stdout|stderr|error)")
 _FILE_HOST = re.compile(rf"(?:^|[/_])(?P<host>{_HOST})$")
@@ -228,8 +225,6 @@ _RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "
 _LABEL_GROUPS = ("role", "mpi", "slurm")
 _PID_GROUPS = ("npid", "wpid", "bpid", "gpid", "rpid")
 _HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "syslog", "rfc", "rhost", "bhost", "mpihost")
-_PROCESS_LABEL = re.compile(r"(?:rank|proc|process|task)[._-]?(\d{1,5})")
-"""A name that a launcher gives a process of the job, in the form of a host."""
 _OUTERMOST_GROUPS = ("slurm", "pdsh", "container")
 _NO_HOST_ENDS = ("Error", "Exception", "Warning")
 """Ends of the names of exceptions, whose module may have a digit like a host."""
@@ -247,9 +242,9 @@ def _with_prefix(origin: LineOrigin, found: re.Match[str]) -> LineOrigin:
     if label and rank is None:
         rank, rank_is_label = int(label), True
     host = found["ip"] or found["dip"] or origin.host or _first_group(found, _HOST_GROUPS)
-    process = _PROCESS_LABEL.fullmatch(host) if host and rank is None else None
+    process = process_names.LABEL.fullmatch(host) if host and rank is None else None
     if process:
-        host, label = origin.host, process[1]
+        host, label = origin.host, process["label"]
         rank, rank_is_label = int(label), True
     role = found["actor"] or found["daemon"] or origin.role
     worker = _VLLM_WORKER.match(role) if found["actor"] and rank is None else None
@@ -286,26 +281,18 @@ def origin_of_file(name: str) -> tuple[LineOrigin, int | None]:
         return LineOrigin(host=address[0]), None
     stem = re.sub(r"(?:\.(?:log|txt|out|err|jsonl?|csv|stdout|stderr|gz|xz|bz2|zst|\d))+$", "", name)
     last = PurePosixPath(stem).name
-    rank, node = _FILE_RANK.search(stem), _FILE_NODE.search(last)
+    rank, node = process_names.FILE_RANK.search(name), _FILE_NODE.search(last)
     number = int(node["node"]) if node else None
     kernel = _KERNEL_FILE.match(last)
     named = (kernel["after"] or kernel["before"]) if kernel else ""
-    if named and not _NUMBERED_PROCESS.match(named):
+    if named and not process_names.NOT_A_HOST.match(named):
         known = _KERNEL_HOST.fullmatch(named) and not _NOT_A_HOST.fullmatch(named)
         return LineOrigin(host=named if known else _host_of_folder(stem)), number
     if rank and not node:
-        return LineOrigin(int(rank["rank"]), host=_host_of_name(stem, last)), None
+        return LineOrigin(int(rank["label"]), host=_host_of_name(stem, last)), None
     return LineOrigin(host=_host_of_name(stem, last)), number
 
 
-_NUMBERED_PROCESS = re.compile(
-    r"(?:(?:global|local)_?)?(?:rank|proc|process|stage|r|w|trainer|learner|member|peer|task)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$",
-    re.IGNORECASE,
-)
-_RANK_SUFFIX = re.compile(
-    r"[_.-](?:(?:global|local)_?)?(?:rank|proc|process|r|trainer)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$", re.IGNORECASE
-)
-"""The rank that follows the host in a file name."""
 _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
 """Names generated by experiment trackers and schedulers."""
 
@@ -313,17 +300,18 @@ _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
 def _host_of_name(stem: str, last: str) -> str:
     if _JOB_NAMES.match(last) or _RUN_NAME.search(last):
         return ""
-    last = _PROGRAM_NAME.sub("", _RANK_SUFFIX.sub("", _TOOL_NAME.sub("", _TOOL_NAME.sub("", last))), count=1)
+    last = process_names.FILE_SUFFIX.sub("", _TOOL_NAME.sub("", _TOOL_NAME.sub("", last)))
+    last = _PROGRAM_NAME.sub("", last, count=1)
     found = _FILE_HOST.search(last)
     if found:
-        return "" if _NUMBERED_PROCESS.match(found["host"]) else found["host"]
+        return "" if process_names.NOT_A_HOST.match(found["host"]) else found["host"]
     return _host_of_folder(stem)
 
 
 def _host_of_folder(stem: str) -> str:
     parent = PurePosixPath(stem).parent.name
     found = _FILE_HOST.match(parent) if parent and not _NOT_A_HOST.fullmatch(parent) else None
-    return found["host"] if found and not _NUMBERED_PROCESS.match(found["host"]) else ""
+    return found["host"] if found and not process_names.NOT_A_HOST.match(found["host"]) else ""
 
 
 def ranks_by_label(origins: Iterable[LineOrigin]) -> Mapping[int, set[int]]:

@@ -175,3 +175,34 @@ def test_an_error_of_a_library_and_one_of_the_settings(tmp_path: Path) -> None:
     setting = ("/home/u/train.py", 30, "build", 'lr = cfg.optim["lr"]')
     assert judged(tmp_path / "setting", job=raised(0, "KeyError: 'lr'", setting)).cause == "config_error"
     assert judged(tmp_path / "late", job=[*steps(0, 9), *raised(0, "KeyError: 'lr'", setting)]).cause != "config_error"
+
+
+UPDATES = {
+    "SkyRL": [("/opt/skyrl/skyrl_train/weight_sync/broadcast_strategy.py", 251, "create_receiver",
+               "model_update_group = init_custom_process_group(")],
+    "OpenRLHF": [("/opt/openrlhf/trainer/ray/ppo_actor.py", 120, "__init__",
+                  "self._model_update_group = init_process_group(")],
+    "verl": [("/opt/verl/recipe/one_step_off_policy/fsdp_workers.py", 98, "create_weight_sync_group",
+              "self._weight_sync_group = vllm_stateless_init_process_group(")],
+    "TRL": [("/opt/trl/extras/vllm_client.py", 230, "init_communicator", "pg = StatelessProcessGroup.create(")],
+    "slime": [("/opt/slime/backends/megatron_utils/update_weight/update_weight_from_distributed.py", 160,
+               "connect_rollout_engines_from_distributed", "model_update_groups = init_process_group(")],
+}  # fmt: skip
+"""The frame in which each framework forms the group of the weight update."""
+
+
+@pytest.mark.parametrize("framework", UPDATES)
+@pytest.mark.parametrize(
+    "last",
+    [
+        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 3/5 clients joined.",
+        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect to "
+        "(10.0.0.1, 41000).",
+    ],
+)
+def test_a_rendezvous_belongs_to_the_operation_in_which_it_stands(tmp_path: Path, framework: str, last: str) -> None:
+    above = ("/opt/train.py", 12, "main", "trainer.fit()")
+    of_update = raised(0, last, above, *UPDATES[framework])
+    assert judged(tmp_path / "update", job=[*steps(0, 3), *of_update]).cause == "vllm_weight_sync"
+    of_start = raised(0, last, above, ("/opt/train.py", 5, "setup", "dist.init_process_group('nccl')"))
+    assert judged(tmp_path / "start", job=of_start).cause in ("rendezvous_incomplete", "master_unreachable")
