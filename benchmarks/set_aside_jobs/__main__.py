@@ -54,7 +54,8 @@ PEER = Path(os.environ.get("PEER", REPOSITORY / ".peer"))
 MOST_BYTES = 200_000
 MODULES = (
     communication_threads, deepspeed_entries, fifth_entries, fifth_framework_entries, fifth_told_entries,
-    fourth_entries, fourth_framework_entries, fourth_told_entries, launcher_entries, lightning_entries, lockstep_entries, ray_entries,
+    fourth_entries, fourth_framework_entries, fourth_told_entries, launcher_entries, lightning_entries,
+    lockstep_entries, ray_entries,
     seventh_entries, seventh_told_entries, seventh_trainer_told_entries, sixth_entries,
     sixth_framework_entries, sixth_told_entries, third_entries, third_framework_entries, told_entries, vllm_entries,
 )  # fmt: skip
