@@ -360,4 +360,46 @@ _THIRD_ROUND = [
     ),
 ]
 
-ENTRIES: list[Entry] = [*_FIRST_ROUND, *_SECOND_ROUND, *_THIRD_ROUND]
+_FOURTH_ROUND = [
+    told(
+        "shell-greets-the-launcher",
+        "accelerate, DeepSpeed",
+        "master_unreachable",
+        "huggingface/accelerate",
+        2249,
+        culprit=("/home/user/cuda11.8.bashrc",),
+        also_ok=("config_error",),
+    ),
+    told("family-zero", "PyTorch, NCCL", "version_mismatch", "NVIDIA/nccl", 1267, culprit=("node1",), alt=((0,),)),
+    told(
+        "no-way-back-to-the-node",
+        "accelerate, milabench",
+        "version_mismatch",
+        "mila-iqia/milabench",
+        183,
+        also_ok=("framework_bug", "unknown", "gpu_hardware_fault", "p2p_path_broken"),
+        sufficiency="hint",
+    ),
+    told("algo-one-has-the-port", "DeepSpeed", "port_in_use", "deepspeedai/DeepSpeed", 1923, culprit=("algo-1",)),
+    told("replica-never-created", "verl, vLLM", "ray_resources_pending", "verl-project/verl", 7381),
+    told(
+        "both-links-at-once",
+        "vLLM",
+        "gpu_hardware_fault",
+        "NVIDIA/open-gpu-kernel-modules",
+        1355,
+        culprit=("PCI:0000:66:00", "PCI:0000:76:00"),
+        alt=(("0000:66:00", "0000:76:00"), (0, 1), ("0000:66:00",), ("PCI:0000:66:00",), (0,)),
+    ),
+    told(
+        "eight-slots-do-not-start",
+        "Determined AI",
+        "p2p_path_broken",
+        "determined-ai/determined",
+        8915,
+        also_ok=("unknown",),
+        sufficiency="hint",
+    ),
+]
+
+ENTRIES: list[Entry] = [*_FIRST_ROUND, *_SECOND_ROUND, *_THIRD_ROUND, *_FOURTH_ROUND]
