@@ -402,4 +402,72 @@ _FOURTH_ROUND = [
     ),
 ]
 
-ENTRIES: list[Entry] = [*_FIRST_ROUND, *_SECOND_ROUND, *_THIRD_ROUND, *_FOURTH_ROUND]
+_FIFTH_ROUND = [
+    told(
+        "server-out-of-memory-trainer-waits",
+        "TRL, vLLM",
+        "rank_oom",
+        "huggingface/trl",
+        6797,
+        culprit=("server",),
+        alt=(("7120",), ("EngineCore",), (0,)),
+        also_ok=("vllm_weight_sync",),
+    ),
+    told(
+        "library-at-another-path",
+        "TRL, vLLM",
+        "config_error",
+        "huggingface/trl",
+        3925,
+        also_ok=("version_mismatch", "vllm_weight_sync"),
+    ),
+    told(
+        "eth-zero-of-the-authors",
+        "open-r1, DeepSpeed",
+        "wrong_network_interface",
+        "EvolvingLMMs-Lab/open-r1-multimodal",
+        7,
+        culprit=("eth0",),
+    ),
+    told(
+        "pod-without-that-device",
+        "PyTorch, NCCL",
+        "ib_rdma_fault",
+        "NVIDIA/nccl",
+        925,
+        culprit=("a991403d66be",),
+        alt=(("mlx5_0",),),
+    ),
+    told(
+        "second-rollout-never-meets",
+        "verl, SGLang, Megatron",
+        "slow_collective_timeout",
+        "verl-project/verl",
+        3873,
+        also_ok=("unknown", "rank_divergent_branch", "uneven_data", "zero3_generate_desync"),
+        sufficiency="hint",
+    ),
+    told(
+        "default-port-of-the-engine",
+        "vLLM",
+        "port_in_use",
+        "vllm-project/vllm",
+        39015,
+        culprit=("29500",),
+        alt=(("EngineCore",), ("88",), (0,)),
+    ),
+    told(
+        "localhost-in-the-hostfile",
+        "DeepSpeed",
+        "master_unreachable",
+        "deepspeedai/DeepSpeed",
+        4845,
+        culprit=("172.30.0.4",),
+        also_ok=("network_blocked", "config_error"),
+    ),
+    told(
+        "raylet-of-many-dead-actors", "Ray Train", "ray_node_or_gcs", "ray-project/ray", 59193, culprit=("10.14.6.31",)
+    ),
+]
+
+ENTRIES: list[Entry] = [*_FIRST_ROUND, *_SECOND_ROUND, *_THIRD_ROUND, *_FOURTH_ROUND, *_FIFTH_ROUND]
