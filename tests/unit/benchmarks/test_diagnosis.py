@@ -46,8 +46,8 @@ FLOORS: dict[tuple[str, Callable[[ReadCase], object]], tuple[int, int]] = {
     ("sixth_set_aside", by_family): (95, 41),
     ("seventh_set_aside", by_case): (87, 28),
     ("seventh_set_aside", by_family): (78, 24),
-    ("threads_communication", by_case): (37, 19),
-    ("threads_communication", by_family): (24, 12),
+    ("threads_communication", by_case): (51, 28),
+    ("threads_communication", by_family): (34, 17),
 }
 """Right classes and culprits of a corpus, with the signatures of each case or family left out. They may only rise."""
 
