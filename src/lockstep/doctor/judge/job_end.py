@@ -29,7 +29,9 @@ _CLOSING = re.compile(
 _ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b")
 """The levels of a line that is no progress although it counts something."""
 _CLOSING_LINES = 2
-_WAITS = re.compile(r"(?i)\bwaiting (?:for|on)\b")
+_WAITS = re.compile(
+    r"(?i)\bwaiting (?:for|on)\b|\b(?:connecting (?:to|with)|joining|registering (?:to|with)) .{0,80}\.\.\.\s*$"
+)
 _MIN_ROWS = 4
 """Fewer rows with a NaN prove nothing if others follow: trainers skip one or two such steps."""
 

@@ -68,11 +68,11 @@ def _precedes(one: RuleMatch, other: RuleMatch) -> bool:
 
 
 def same_origin(one: RuleMatch, other: RuleMatch) -> bool | None:
-    """Whether two matches are from the same rank, process or host; None if an origin is unknown."""
+    """Whether two matches are from the same rank, process or host; None if an origin is unknown in one file."""
     if one.origin.rank is not None and other.origin.rank is not None:
         return one.origin.rank == other.origin.rank
     if one.origin.pid is not None and other.origin.pid is not None:
         return one.origin.pid == other.origin.pid
     if one.origin.host and other.origin.host:
         return one.origin.host == other.origin.host
-    return None
+    return None if one.source == other.source else False
