@@ -14,6 +14,7 @@ from benchmarks.case_corpus import OWN_CASES, SET_ASIDE
 from benchmarks.job_makers.make_jobs import all_jobs
 from benchmarks.set_aside_jobs import (
     deepspeed_entries,
+    failure_threads,
     fifth_entries,
     fifth_framework_entries,
     fifth_told_entries,
@@ -52,7 +53,7 @@ PEER = Path(os.environ.get("PEER", REPOSITORY / ".peer"))
 """A folder with TRL, for its jobs (`script/benchmark` installs one)."""
 MOST_BYTES = 200_000
 MODULES = (
-    deepspeed_entries, fifth_entries, fifth_framework_entries, fifth_told_entries, fourth_entries,
+    deepspeed_entries, failure_threads, fifth_entries, fifth_framework_entries, fifth_told_entries, fourth_entries,
     fourth_framework_entries, fourth_told_entries, launcher_entries, lightning_entries, lockstep_entries, ray_entries,
     seventh_entries, seventh_told_entries, seventh_trainer_told_entries, sixth_entries,
     sixth_framework_entries, sixth_told_entries, third_entries, third_framework_entries, told_entries, vllm_entries,
