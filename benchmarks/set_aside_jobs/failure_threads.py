@@ -220,4 +220,74 @@ SECOND_ROUND = [
     ),
 ]
 
-ENTRIES: list[Entry] = [*FIRST_ROUND, *SECOND_ROUND]
+THIRD_ROUND = [
+    told("ross3d-trace-again", "Ross3D, DeepSpeed", "benign", "Haochen-Wang409/ross3d", 9),
+    told("unsloth-group-not-destroyed", "unsloth, TRL", "benign", "unslothai/unsloth", 1959),
+    told("sloth-leaks-at-exit", "opensloth", "benign", "anhvth/opensloth", 17),
+    told(
+        "swift-prompt-fills-window",
+        "ms-swift, vLLM",
+        "config_error",
+        "modelscope/ms-swift",
+        8223,
+        culprit=(13,),
+        also_ok=("rank_exception_masked", "vllm_engine_failure"),
+    ),
+    told(
+        "vlm-grpo-index-assert",
+        "vlm-grpo, TRL",
+        "cuda_kernel_error",
+        "GAD-cell/vlm-grpo",
+        11,
+        also_ok=("config_error",),
+    ),
+    told("unsloth-cast-absent", "unsloth", "version_mismatch", "unslothai/unsloth", 1263),
+    told(
+        "falcon-grpo-fake-tensors",
+        "unsloth, TRL",
+        "framework_bug",
+        "unslothai/unsloth",
+        3387,
+        also_ok=("rank_exception_masked",),
+    ),
+    told("r1v-first-step-memory", "R1-V, DeepSpeed", "rank_oom", "StarsfieldAI/R1-V", 71, culprit=(2,)),
+    told("dpo-grows-until-280", "TRL", "rank_oom", "huggingface/trl", 1087),
+    told(
+        "swift-experts-reshape",
+        "ms-swift, Megatron",
+        "framework_bug",
+        "modelscope/ms-swift",
+        7277,
+        also_ok=("rank_exception_masked", "version_mismatch", "config_error"),
+    ),
+    told(
+        "keye-frames-of-video",
+        "ms-swift, vLLM",
+        "vllm_engine_failure",
+        "modelscope/ms-swift",
+        5873,
+        also_ok=("rank_exception_masked", "config_error"),
+    ),
+    told(
+        "nusc-adam-two-hosts",
+        "transformers, DeepSpeed",
+        "version_mismatch",
+        "deepspeedai/DeepSpeed",
+        3969,
+        also_ok=("config_error",),
+    ),
+    told("mmdet-quota-at-fourteen", "MMDetection", "storage_fault", "BinItAI/visdet", 95),
+    told(
+        "verl-actor-died-quietly",
+        "verl, Ray",
+        "host_oom",
+        "verl-project/verl",
+        275,
+        culprit=("6208",),
+        alt=(("WorkerDict",), ("10.20.0.5",), (3,)),
+        also_ok=("unknown", "external_kill", "ray_node_or_gcs"),
+        sufficiency="hint",
+    ),
+]
+
+ENTRIES: list[Entry] = [*FIRST_ROUND, *SECOND_ROUND, *THIRD_ROUND]
