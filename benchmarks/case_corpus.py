@@ -17,7 +17,7 @@ from lockstep.watch.diagnosis.verdict import Culprit, Verdict
 OWN_CASES = Path(__file__).parent / "cases"
 """The corpora of this repository."""
 SET_ASIDE = (
-    "threads_communication",
+    "threads_communication", "threads_failures",
     "set_aside", "second_set_aside", "third_set_aside", "fourth_set_aside", "fifth_set_aside", "sixth_set_aside",
     "seventh_set_aside", "eighth_set_aside",
 )  # fmt: skip

@@ -18,6 +18,7 @@ from benchmarks.set_aside_jobs import (
     eighth_entries,
     eighth_told_entries,
     eighth_trainer_told_entries,
+    failure_threads,
     fifth_entries,
     fifth_framework_entries,
     fifth_told_entries,
@@ -56,11 +57,11 @@ PEER = Path(os.environ.get("PEER", REPOSITORY / ".peer"))
 """A folder with TRL, for its jobs (`script/benchmark` installs one)."""
 MOST_BYTES = 200_000
 MODULES = (
-    communication_threads, deepspeed_entries, eighth_entries, eighth_told_entries, eighth_trainer_told_entries, fifth_entries,
-    fifth_framework_entries, fifth_told_entries, fourth_entries,
+    communication_threads, deepspeed_entries, eighth_entries, eighth_told_entries, eighth_trainer_told_entries,
+    failure_threads, fifth_entries, fifth_framework_entries, fifth_told_entries, fourth_entries,
     fourth_framework_entries, fourth_told_entries, launcher_entries, lightning_entries, lockstep_entries, ray_entries,
-    seventh_entries, seventh_told_entries, seventh_trainer_told_entries, sixth_entries,
-    sixth_framework_entries, sixth_told_entries, third_entries, third_framework_entries, told_entries, vllm_entries,
+    seventh_entries, seventh_told_entries, seventh_trainer_told_entries, sixth_entries, sixth_framework_entries,
+    sixth_told_entries, third_entries, third_framework_entries, told_entries, vllm_entries,
 )  # fmt: skip
 ENTRIES = {each.name: each for module in MODULES for each in module.ENTRIES}
 

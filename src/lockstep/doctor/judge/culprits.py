@@ -336,7 +336,8 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
     where = match.traceback.where if match.traceback else ""
     rank = match.origin.rank if match.origin.rank is not None else history.rank(match)
     rank = _mentioned_rank(match, history) if rank is None else rank
-    rank = history.raising_ranks.get(match.place) if rank is None else rank
+    raiser = history.raisers.get(match.place, match.origin)
+    rank = raiser.rank if rank is None else rank
     of_worker = _MENTIONED_PID.search(match.text) if rank is None else None
     rank = history.rank_of_pid.get(int(of_worker[1] or of_worker[2])) if of_worker else rank
     host = match.origin.host or _host_of_task(match.origin.label, history)  # srun labels lines with the task
@@ -344,13 +345,13 @@ def _culprit_of_origin(match: RuleMatch, history: JobHistory) -> Culprit | None:
     node = match.fields.get("ip", "")
     if mentioned and not node:
         node = next((name for name in mentioned.groups() if name), "")
+    node = node or ("" if match.origin.pid is not None else raiser.host)
     role = "" if _DRIVERS.search(match.origin.role) else match.origin.role
     if rank is not None:
         known = culprit_of_rank(rank, history)
         return replace(known, where=where or known.where, role=match.origin.role, pid=match.origin.pid)
     if node:
-        process = match.traceback.pid if match.traceback else None
-        return Culprit(None, host=history.alias(node), name=node, where=where, role=role, pid=process)
+        return Culprit(None, host=history.alias(node), name=node, where=where, role=role, pid=raiser.pid)
     if host:
         return Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=match.origin.pid)
     file_name = PurePosixPath(match.file).stem

@@ -122,7 +122,8 @@ def ends_stuck(one: FailureHypothesis, job: JobEvidence) -> bool | None:
     if one.cls != "external_kill" or not one.matches:
         return None
     failures = [each for each in job.history.failures if each.rule.signature.fact != "cancelled"]
-    earlier = [*failures, *(match for each in job.hypotheses if each is not one for match in each.signed)]
+    signed = [match for each in job.hypotheses if each is not one for match in each.signed]
+    earlier = [*failures, *(each for each in signed if strength_of(each) >= _POSSIBLE)]
     earlier = [each for each in earlier if each.when is not None or each.rule.signature.role != "victim"]
     return any(long_before(each, one.matches[0]) and job.stopped(each) for each in earlier)
 

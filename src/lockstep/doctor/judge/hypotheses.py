@@ -4,6 +4,7 @@ A signature proposes its class if the conditions of its rule are met; the detect
 of the job. A hypothesis knows the lines that it rests on, and those that would follow from it.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,9 @@ MAX_SIGN_STRENGTH = 0.6
 CLOSE_S = 60.0
 """The order of two lines within this many seconds says little about which event came first."""
 _NEVER = (float("inf"), 0, 0)
+_PYTHON_WARNING = re.compile(r"\b[A-Z]\w*Warning: ")
+_WARNING_STRENGTH = 0.45
+"""What Python prints as a warning did not end the program."""
 
 Site = tuple[str, int]
 """File and line."""
@@ -241,7 +245,9 @@ def _separate_explained(job: JobEvidence) -> None:
 def strength_of(match: RuleMatch) -> float:
     """Returns the strength of a match's signature."""
     signature = match.rule.signature
-    return min(signature.strength, MAX_SIGN_STRENGTH) if signature.role == "sign" else signature.strength
+    limit = MAX_SIGN_STRENGTH if signature.role == "sign" else 1.0
+    limit = _WARNING_STRENGTH if match.traceback is None and _PYTHON_WARNING.search(match.text) else limit
+    return min(signature.strength, limit)
 
 
 def long_before(one: RuleMatch, other: RuleMatch) -> bool:

@@ -143,15 +143,15 @@ class JobHistory:
         ]  # fmt: skip
 
     def _raiser(self, origin: LineOrigin, found: Traceback) -> LineOrigin:
-        """Returns the origin of an exception: of one that a driver prints, the rank whose process raised it."""
-        rank = self.rank_of_pid.get(found.pid) if found.pid is not None and origin.rank is None else None
-        return origin if rank is None else LineOrigin(rank, found.ip, origin.role, found.pid)
+        """Returns the origin of an exception: of one that a driver prints, the process that raised it."""
+        if found.pid is None or origin.rank is not None:
+            return origin
+        return LineOrigin(self.rank_of_pid.get(found.pid), found.ip, origin.role, found.pid)
 
     @cached_property
-    def raising_ranks(self) -> Mapping[tuple[int, int], int]:
-        """The rank that raised an exception, by the place of its last line; a driver prints those of others too."""
-        return {(log.source, each.number): origin.rank for origin, _, each, log in self.tracebacks
-                if origin.rank is not None}  # fmt: skip
+    def raisers(self) -> Mapping[tuple[int, int], LineOrigin]:
+        """Who raised an exception, by the place of its last line; a driver prints those of others too."""
+        return {(log.source, each.number): origin for origin, _, each, log in self.tracebacks}
 
     @cached_property
     def ranks(self) -> frozenset[int]:

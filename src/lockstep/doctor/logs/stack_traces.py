@@ -20,7 +20,7 @@ _LONE_EXCEPTION = re.compile(
 _TRACEBACK_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+?)\s*$')
 _EXCEPTION = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Failure|Dead|Full|Empty"
-    r"|[a-z]\w*)(?:\([\w.]+\))?)(?::\s?(?P<message>.*))?$"
+    r"|[a-z]\w*)(?:\([\w.]+\))?|(?:[a-z_]\w*\.)+(?:error|timeout))(?::\s?(?P<message>.*))?$"
 )
 _CHAIN = re.compile(r"The above exception was the direct cause|During handling of the above exception")
 _RAY_ERROR = re.compile(

@@ -12,7 +12,8 @@ _DIGIT = re.compile(r"\d")
 _HEAD_CHARS = 600
 """Characters of a line that are searched for a counter. Rows of metrics, which end with it, are searched as a whole."""
 _STEP = re.compile(
-    r"(?:\"(?:step|iteration|global_step|it|done)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration"
+    r"(?:\"(?:step|iteration|global_step|it|done)\": ?|\b(?<!otal )(?<!ptimization )(?<!ccumulation )(?<!armup )"
+    r"(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration"
     r"|Iter|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,12})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
     r"|\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<"
     r"|Epoch:? ?\[(?P<epoch>\d+)\](?: ?\[ *(?P<in>\d+)/(?P<last>\d+)\])?"
@@ -24,6 +25,7 @@ _STEP = re.compile(
     r"|\b(?:rollout|episode|game|[Rr]ound|sample|request|[Tt]rial|question) #?(?P<number>\d+)\b"
     r"|(?:^|[\s:\]])(?P<bare>\d{1,9})/(?P<bare_of>\d{1,9}) {1,3}(?=[\w/]+=\S)"
 )
+"""A number of steps that a trainer announces (`Total optimization steps = 870`) counts nothing."""
 _BAR = re.compile(r"\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<")
 _WITHIN = re.compile(
     r"(?i)(?:\b(?:step|iteration|iter|batch|it)s?[ =:#\[(]{1,12}|\[ *)(?P<step>\d{1,9})"

@@ -358,6 +358,19 @@ def test_the_pid_of_a_remote_error_is_that_of_a_rank(tmp_path: Path) -> None:
     assert names(judged(tmp_path, driver=[*placed, *error])) == [2]
 
 
+def test_the_process_of_a_remote_error_is_named_if_its_rank_is_unknown(tmp_path: Path) -> None:
+    error = [
+        "Traceback (most recent call last):",
+        '  File "/opt/rl/main.py", line 20, in <module>',
+        "    ray.get(refs)",
+        "ray.exceptions.RayTaskError(OutOfMemoryError): ray::Critic.update() (pid=702, ip=10.2.0.1, actor_id=ab)",
+        '  File "/opt/rl/worker.py", line 73, in update',
+        "    loss.backward()",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.25 GiB.",
+    ]
+    assert [(each.name, each.pid) for each in judged(tmp_path, driver=error).culprits] == [("10.2.0.1", 702)]
+
+
 @pytest.mark.parametrize(
     ("line", "party"),
     [

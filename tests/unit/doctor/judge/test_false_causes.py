@@ -250,3 +250,32 @@ def test_a_lock_in_a_collective_of_objects_is_no_start_method(tmp_path: Path) ->
     job = write(tmp_path, train=[*steps(1, 4), *raised(1, "TypeError: cannot pickle '_thread.lock' object", *frames)])
     verdict = explain([job]).verdict
     assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [1]
+
+
+_WARNING = (
+    "lib.py:31: UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 12020)."
+)
+_KILLED = (
+    "[2026-07-01 09:16:31,702] [ERROR] [launch.py:325:sigkill_handler] ['python', 'a.py'] exits with return code = -9"
+)
+
+
+def test_what_only_a_warning_says_did_not_kill_a_process(tmp_path: Path) -> None:
+    assert judged(tmp_path, job=["starting", _WARNING, "loading shard 1 of 4", _KILLED]).cause == "external_kill"
+    error = "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."
+    assert judged(tmp_path, job=["starting", *raised(0, error)]).cause == "version_mismatch"
+
+
+def test_an_accepted_difference_of_versions_is_no_cause(tmp_path: Path) -> None:
+    accepted = (
+        "Installed CUDA version 12.1 does not match the version torch was compiled with 12.4 but since the APIs are "
+        "compatible, accepting this combination"
+    )
+    assert judged(tmp_path, job=["starting", accepted, "loading shard 1 of 4", _KILLED]).cause == "external_kill"
+
+
+def test_an_announced_number_of_steps_is_no_progress(tmp_path: Path) -> None:
+    head = ["  Gradient Accumulation steps = 8", "  Total optimization steps = 870"]
+    error = "AssertionError: Dynamo only supports FSDP with use_orig_params=True"
+    assert judged(tmp_path, job=[*head, *raised(0, error)]).cause == "config_error"
+    assert judged(tmp_path, job=[*head, *steps(0, 9), *raised(0, error)]).cause != "config_error"

@@ -74,6 +74,13 @@ ray.exceptions.RayTaskError(KeyError): ray::Worker.step() (pid=4, ip=10.0.0.7)""
     assert found is not None and found.type.startswith("ray.exceptions.RayTaskError")
 
 
+def test_an_exception_of_a_module_may_have_a_name_in_lower_case() -> None:
+    lines = ["Traceback (most recent call last):", '  File "/home/u/reward.py", line 3, in score', "    re.compile(x)"]
+    found = parse_traceback(_read("\n".join([*lines, "re.error: unbalanced parenthesis at position 0"])))
+    assert found is not None and (found.type, found.where) == ("re.error", "score() at reward.py:3")
+    assert parse_traceback(_read("\n".join([*lines, "note: error in the pattern"]))) is None
+
+
 def test_a_traceback_without_an_exception_is_none() -> None:
     assert parse_traceback(_read('Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()')) is None
 

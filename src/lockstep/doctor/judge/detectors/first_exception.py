@@ -22,8 +22,8 @@ _REJECTING = re.compile(
 """Exceptions with which a library rejects what it was given."""
 _SETTING_UP = re.compile(r"(?i)init|setup|set_up|config|parse|valid|check|resolve|create|build|_new_|_missing_")
 _OF_SYSTEM = re.compile(
-    r"CUDA|NCCL|cu[A-Z][a-z]|HIP|driver|out of memory|shared memory|[Cc]onnect|[Tt]imed? ?out|shm|[Ee]rrno|in use"
-    r"|No space|\bfile\b|archive|denied|\b(?:died|killed|terminated|exited|crashed)\b"
+    r"CUDA|NCCL|cu[A-Z][a-z]|HIP|driver|out of memory|(?:shared|allocate) memory|[Cc]onnect|[Tt]imed? ?out|shm|[Ee]rrno"
+    r"|in use|No space|\bfile\b|archive|denied|\b(?:died|killed|terminated|exited|crashed)\b"
 )
 """Messages about a device, a connection, memory, files or the end of a process, which no setting explains."""
 

@@ -15,7 +15,7 @@ from lockstep.doctor.logs.stack_traces import is_primary, is_secondary, names_tr
 from lockstep.doctor.logs.timestamps import TimestampParser
 from lockstep.watch.diagnosis.verdict import Fact
 
-MIN_SIMILARITY = 0.4
+MIN_SIMILARITY = 0.39
 """With less, texts share only common words."""
 MIN_LEAD = 1.3
 """The most similar text must be this many times as similar as that of any other class."""
