@@ -107,10 +107,17 @@ def read_job(
     world_size: int | None = None,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> JobRecord:
-    """Reads the files of a job, with the arguments of `explain` and of `parse_logs`."""
+    """Reads the files of a job, with the arguments of `explain` and of `parse_logs`.
+
+    Raises:
+        NothingToRead: There is no line, no dump and no incident.
+    """
     found = collect_sources(list(paths))
     prior = prior_verdicts.read_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
-    return JobRecord(parse_logs(found, rules, progress), prior, found.gaps)
+    logs = parse_logs(found, rules, progress)
+    if not (any(log.lines for log in logs) or prior.incidents or prior.dumps):
+        raise prior_verdicts.NothingToRead(paths)
+    return JobRecord(logs, prior, found.gaps)
 
 
 def judge_job(job: JobRecord, rules: KnowledgeBase) -> Explanation:

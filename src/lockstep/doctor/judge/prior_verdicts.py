@@ -24,8 +24,8 @@ class NothingToRead(ValueError):
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
         super().__init__(
-            f"{', '.join(paths)}: found no log, no flight-recorder dump (such as nccl_trace_rank_0) and no incident "
-            "(verdict.json)"
+            f"{', '.join(paths)}: found no log with lines in it, no flight-recorder dump (such as "
+            "nccl_trace_rank_0) and no incident (verdict.json)"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.doctor.environment.incident_environment import incident_finding_lines, newest_incident
 from lockstep.doctor.judge.log_diagnosis import Explanation, judge_job, read_job
+from lockstep.doctor.judge.prior_verdicts import NothingToRead
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
 from lockstep.doctor.logs.log_sources import collect_sources
 from lockstep.doctor.logs.parsed_log import ParsedLog
@@ -159,7 +160,10 @@ def _explain_logs(
         found = None
     if found is None or not found.sources:
         return None
-    return judge_job(read_job([str(folder)], rules, progress=progress), rules)
+    try:
+        return judge_job(read_job([str(folder)], rules, progress=progress), rules)
+    except NothingToRead:  # the processes of the run printed nothing
+        return None
 
 
 def _title(verdict: Verdict, rules: KnowledgeBase) -> str:

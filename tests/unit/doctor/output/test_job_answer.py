@@ -72,3 +72,13 @@ def test_the_options_for_sharing_are_checked(tmp_path: Path) -> None:
     assert again.exit_code == 2 and "exists" in again.stderr
     done = CliRunner().invoke(app, ["explain", "-", "--redact", str(tmp_path / "b")], input="[rank0]: KeyError: 'a'\n")
     assert done.exit_code == 2 and "save it to a file" in done.stderr
+
+
+def test_empty_logs_are_nothing_to_read(tmp_path: Path) -> None:
+    (tmp_path / "rank_0.log").touch()
+    (tmp_path / "rank_1.log").touch()
+    for arguments, given in ([str(tmp_path)], None), (["-"], ""):
+        found = CliRunner().invoke(app, ["explain", *arguments], input=given)
+        assert found.exit_code == 2 and "found no log with lines in it" in " ".join(found.output.split())
+    (tmp_path / "rank_1.log").write_text("RuntimeError: CUDA error: device-side assert triggered\n")
+    assert CliRunner().invoke(app, ["explain", str(tmp_path)]).exit_code == 0
