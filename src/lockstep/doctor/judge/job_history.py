@@ -138,7 +138,10 @@ class JobHistory:
             for log in self.logs for origin, when, traceback in log.tracebacks
             if self.in_last_attempt(log.source, traceback.number)
             and not is_graceful(traceback)
-            and not self.steps.continued_after(log.source, origin.rank, traceback.number)
+            # What workers print after a driver printed the exception of one of them was on its way.
+            and not self.steps.continued_after(
+                log.source, origin.rank, traceback.number, fatal=traceback.pid is not None
+            )
             and not job_end.completed_after(self, origin.with_defaults(log.origin).rank, log.source, traceback.number)
         ]  # fmt: skip
 
