@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 _MOST_NODES = 16384
 _NODE_LIST = re.compile(
-    r"(?<![A-Za-z0-9_.-])(?P<prefix>[A-Za-z][A-Za-z0-9_.-]{0,80}?)\[(?P<ranges>\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\](?P<suffix>[a-z-]{0,20})"
+    r"(?<![A-Za-z0-9_.-])(?P<prefix>[A-Za-z][A-Za-z0-9_.-]{0,80}?)"
+    r"\[(?P<ranges>\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\](?P<suffix>[a-z-]{0,20})"
 )
 _LIST_BEFORE = re.compile(r"(?i)node_?list['\"]?\s*[=:(]\s*['\"]?(?:[\w.-]+(?:\[[\d,-]+\])?,)*$|\bnodes?[ =:]+$")
 _HOST_SETTING = re.compile(

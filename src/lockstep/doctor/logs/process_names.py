@@ -4,7 +4,8 @@ import re
 
 _ALWAYS = "rank|task|proc(?:ess)?"
 """Words for a process of the job wherever they stand."""
-WORDS = f"{_ALWAYS}|trainer|learner|member|peer|stage|workerlog|[rw]"
+_NAMED = f"{_ALWAYS}|trainer|learner|member|peer|stage|workerlog"
+WORDS = f"{_NAMED}|[rw]"
 """Words for one where the name of a process stands. A worker may be a host. `workerlog.3` is a file of Paddle's."""
 
 
@@ -19,7 +20,8 @@ LABEL = re.compile(numbered(_ALWAYS, "._-"))
 _INSTANCE = r"[\w.-]{1,60}@(?P<instance>\d{1,5})"
 PARTY = re.compile(rf"(?i)(?:{numbered(f'{_ALWAYS}|trainer', '._-')}|{_INSTANCE})(?:\.service)?")
 """A whole name of a process, among them an instance of a systemd unit."""
-FILE_RANK = re.compile(rf"(?i)(?:^|[/_.-]){numbered(f'{WORDS}|worker', '_.-')}(?=[/_.-]|$)")
+_LETTER = "(?<!-)(?-i:[rw])"  # but in the names of models and programs: `open-r1.log`, `VLM-R1/`
+FILE_RANK = re.compile(rf"(?i)(?:^|[/_.-]){numbered(f'{_NAMED}|worker|{_LETTER}', '_.-')}(?=[/_.-]|$)")
 """A process in the path of a file."""
 NOT_A_HOST = re.compile(rf"(?i){numbered(WORDS, '_.-')}{_OF_SIZE}$")
 """A name that could be a host's."""

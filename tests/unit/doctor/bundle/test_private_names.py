@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lockstep.doctor.bundle.cluster_names import expand_node_list
+from lockstep.doctor.bundle.cluster_names import expand_node_list, node_lists
 from lockstep.doctor.bundle.redaction import Redactor
 
 PRIVATE = re.compile(r"(?i)acme|titan|zeus|jsmith|mkowal|dupont|a1b2|4711aa")
@@ -104,3 +104,9 @@ def test_long_lines_take_linear_time(text: str) -> None:
     started = time.process_time()
     redacted(text)
     assert time.process_time() - started < 2.0
+
+
+def test_a_node_list_with_absurd_numbers_is_left() -> None:
+    for ranges in ("9" * 5000, "1-" + "9" * 5000, "1-999999999"):
+        assert not list(node_lists(f"SLURM_JOB_NODELIST=gpu[{ranges}]"))
+    assert [names for _, names in node_lists("SLURM_JOB_NODELIST=gpu[3-5]")] == [["gpu3", "gpu4", "gpu5"]]

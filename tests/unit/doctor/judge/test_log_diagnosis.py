@@ -38,7 +38,7 @@ def test_a_healthy_run_is_benign(tmp_path: Path) -> None:
 
 
 def test_nothing_known_is_unknown(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text("")
+    (tmp_path / "a.log").write_text("hello\n")
     assert explain([str(tmp_path)]).verdict.cause == "unknown"
 
 

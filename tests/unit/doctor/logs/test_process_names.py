@@ -82,3 +82,8 @@ def test_long_names_take_linear_time(unit: str) -> None:
         pattern.search(text)
     origin_of_line(text, ())
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("name", ["open-r1.log", "VLM-R1/train.log", "R1-V.log", "DeepSeek-R1-Distill.log"])
+def test_names_of_models_and_programs_are_no_ranks(name: str) -> None:
+    assert origin_of_file(name)[0].rank is None
