@@ -7,8 +7,7 @@ The truth of a round was committed before any of its jobs was judged; `docs/expl
 look. Its errors were then read and general rules written for them, so that the corpus is for development.
 """
 
-from benchmarks.set_aside_jobs.entry import Entry
-from benchmarks.set_aside_jobs.seventh_told_entries import told
+from benchmarks.set_aside_jobs.entry import Entry, told
 
 _FIRST_ROUND = [
     told(

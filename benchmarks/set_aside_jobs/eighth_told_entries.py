@@ -46,31 +46,25 @@ The truth is the class of the established cause, not of the first error line; cu
 careful reader of the log could.
 """
 
-from benchmarks.set_aside_jobs.entry import Entry
+from benchmarks.set_aside_jobs.entry import told
 
-_THREAD = "https://github.com/{}/issues/{}"
 _ENGINE = ("vllm_engine_failure",)
 _RAISED = ("rank_exception_masked",)
 
 
-def told_even(name: str, framework: str, cls: str, repository: str, number: int, **about: object) -> Entry:
-    """Returns the entry of a job that is re-told after a thread of a repository."""
-    return Entry(name, framework, cls, source=_THREAD.format(repository, number), **about)  # type: ignore[arg-type]
-
-
 ENTRIES = [
     # Healthy.
-    told_even("engine-gone-after-round-three", "vLLM", "benign", "vllm-project/vllm", 28838),
-    told_even("comparison-errors-in-between", "TRL", "benign", "FareedKhan-dev/train-deepseek-r1", 8),
-    told_even("dpo-flushes-caches", "TRL, DeepSpeed", "benign", "huggingface/trl", 1100),
-    told_even("pool-ready-after-two-minutes", "prime-rl, vLLM", "benign", "PrimeIntellect-ai/prime-rl", 1630),
-    told_even("requests-aborted-by-callers", "vLLM", "benign", "vllm-project/vllm", 5712),
-    told_even("comparisons-time-out", "verl, Ray", "benign", "RLHFlow/Reinforce-Ada", 14),
-    told_even("swarm-round-over", "TRL, hivemind", "benign", "Mayankgg01/Gensyn-ai-Rl-Swarm_Guide", 24),
-    told_even("thirty-seven-timeouts", "vLLM", "benign", "LeapLabTHU/limit-of-RLVR", 8),
+    told("engine-gone-after-round-three", "vLLM", "benign", "vllm-project/vllm", 28838),
+    told("comparison-errors-in-between", "TRL", "benign", "FareedKhan-dev/train-deepseek-r1", 8),
+    told("dpo-flushes-caches", "TRL, DeepSpeed", "benign", "huggingface/trl", 1100),
+    told("pool-ready-after-two-minutes", "prime-rl, vLLM", "benign", "PrimeIntellect-ai/prime-rl", 1630),
+    told("requests-aborted-by-callers", "vLLM", "benign", "vllm-project/vllm", 5712),
+    told("comparisons-time-out", "verl, Ray", "benign", "RLHFlow/Reinforce-Ada", 14),
+    told("swarm-round-over", "TRL, hivemind", "benign", "Mayankgg01/Gensyn-ai-Rl-Swarm_Guide", 24),
+    told("thirty-seven-timeouts", "vLLM", "benign", "LeapLabTHU/limit-of-RLVR", 8),
     # Memory.
-    told_even("ppo-112-mebibytes", "OpenRLHF, DeepSpeed", "rank_oom", "OpenRLHF/OpenRLHF", 398, culprit=(7,)),
-    told_even(
+    told("ppo-112-mebibytes", "OpenRLHF, DeepSpeed", "rank_oom", "OpenRLHF/OpenRLHF", 398, culprit=(7,)),
+    told(
         "wakes-after-the-end",
         "OpenRLHF, Ray",
         "rank_oom",
@@ -80,7 +74,7 @@ ENTRIES = [
         alt=(("226426",), ("10.14.3.2",)),
         also_ok=_ENGINE,
     ),
-    told_even(
+    told(
         "thirteenth-rollout",
         "slime, Ray",
         "rank_oom",
@@ -89,8 +83,8 @@ ENTRIES = [
         culprit=("32437",),
         alt=(("MegatronTrainRayActor",), ("33.184.122.180",)),
     ),
-    told_even("video-rlhf-after-hours", "ms-swift", "rank_oom", "modelscope/ms-swift", 5894, culprit=(1,)),
-    told_even(
+    told("video-rlhf-after-hours", "ms-swift", "rank_oom", "modelscope/ms-swift", 5894, culprit=(1,)),
+    told(
         "orchestrator-shares-the-host",
         "prime-rl",
         "host_oom",
@@ -101,8 +95,8 @@ ENTRIES = [
         also_ok=("shm_too_small",),
     ),
     # Numbers, weights.
-    told_even("exclamation-marks", "OpenRLHF, Ray", "nan_or_inf", "OpenRLHF/OpenRLHF", 1120),
-    told_even(
+    told("exclamation-marks", "OpenRLHF, Ray", "nan_or_inf", "OpenRLHF/OpenRLHF", 1120),
+    told(
         "weights-arrive-in-flight",
         "NeMo-RL, vLLM",
         "vllm_weight_sync",
@@ -110,7 +104,7 @@ ENTRIES = [
         2180,
         also_ok=("nan_or_inf", "framework_bug"),
     ),
-    told_even(
+    told(
         "sync-never-returns",
         "TRL, vLLM",
         "vllm_weight_sync",
@@ -120,7 +114,7 @@ ENTRIES = [
         alt=(("EngineCore",), ("71288",)),
         also_ok=("config_error", "version_mismatch", *_ENGINE),
     ),
-    told_even(
+    told(
         "handle-without-method",
         "slime, Ray",
         "framework_bug",
@@ -129,7 +123,7 @@ ENTRIES = [
         also_ok=("version_mismatch", "vllm_weight_sync", *_RAISED),
     ),
     # Cards and engines.
-    told_even(
+    told(
         "wrapper-sees-no-card",
         "OpenRLHF, Ray",
         "gpu_binding",
@@ -139,7 +133,7 @@ ENTRIES = [
         alt=(("RayWorkerWrapper",), ("LLMRayActor",), ("392823",)),
         also_ok=_ENGINE,
     ),
-    told_even(
+    told(
         "eight-engines-one-card",
         "TRL, vLLM",
         "gpu_binding",
@@ -147,7 +141,7 @@ ENTRIES = [
         3310,
         also_ok=("version_mismatch", *_ENGINE),
     ),
-    told_even(
+    told(
         "train-actor-second-device",
         "slime, Ray",
         "gpu_binding",
@@ -157,7 +151,7 @@ ENTRIES = [
         alt=(("TrainRayActor",), ("172.23.236.53",)),
         also_ok=("framework_bug", "version_mismatch"),
     ),
-    told_even(
+    told(
         "search-tool-step-nineteen",
         "verl, vLLM",
         "cuda_kernel_error",
@@ -167,7 +161,7 @@ ENTRIES = [
         alt=((3,), ("WorkerDict",), ("10.9.9.1",)),
         also_ok=_ENGINE,
     ),
-    told_even(
+    told(
         "expected-running-sequences",
         "vLLM",
         "vllm_engine_failure",
@@ -176,9 +170,9 @@ ENTRIES = [
         also_ok=("framework_bug",),
     ),
     # Settings, versions, rooms.
-    told_even("serve-72b", "TRL, vLLM", "version_mismatch", "huggingface/trl", 3304, also_ok=_ENGINE),
-    told_even("serve-not-a-choice", "TRL", "version_mismatch", "wdrink/SimpleAR", 24, also_ok=("config_error",)),
-    told_even(
+    told("serve-72b", "TRL, vLLM", "version_mismatch", "huggingface/trl", 3304, also_ok=_ENGINE),
+    told("serve-not-a-choice", "TRL", "version_mismatch", "wdrink/SimpleAR", 24, also_ok=("config_error",)),
+    told(
         "sixteen-shards-eight-cards",
         "vLLM, Ray",
         "ray_resources_pending",
@@ -186,7 +180,7 @@ ENTRIES = [
         5056,
         also_ok=("config_error",),
     ),
-    told_even(
+    told(
         "two-demos-one-card",
         "vLLM, Ray",
         "config_error",
@@ -194,5 +188,5 @@ ENTRIES = [
         42,
         also_ok=("ray_resources_pending", "gpu_binding", *_ENGINE),
     ),
-    told_even("experience-on-the-card", "chatllama, DeepSpeed", "mp_start_method", "nebuly-ai/optimate", 262),
+    told("experience-on-the-card", "chatllama, DeepSpeed", "mp_start_method", "nebuly-ai/optimate", 262),
 ]

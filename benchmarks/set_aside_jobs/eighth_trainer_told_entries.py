@@ -1,21 +1,20 @@
 """Jobs of `benchmarks/cases/eighth_set_aside` that are re-told, of trainers, collectives and engines, sampled by the
 rule in `eighth_told_entries.py`."""
 
-from benchmarks.set_aside_jobs.eighth_told_entries import told_even
-from benchmarks.set_aside_jobs.entry import Entry
+from benchmarks.set_aside_jobs.entry import Entry, told
 
 _WAITED = ("slow_collective_timeout",)
 _DIVERGED = ("slow_collective_timeout", "unknown")
 
 ENTRIES: list[Entry] = [
     # Healthy.
-    told_even("first-iteration-warns", "LLaVA, DeepSpeed", "benign", "Victorwz/LLaVA-Llama-3", 4),
-    told_even("vision-tower-unfrozen", "transformers, DeepSpeed", "benign", "2U1/Qwen-VL-Series-Finetune", 56),
-    told_even("cache-set-to-false", "ms-swift", "benign", "modelscope/ms-swift", 22),
-    told_even("memory-up-and-down", "LLaMA-Factory, DeepSpeed", "benign", "hiyouga/LlamaFactory", 2258),
-    told_even("slow-but-through", "transformers, DeepSpeed", "benign", "deepspeedai/DeepSpeedExamples", 172),
+    told("first-iteration-warns", "LLaVA, DeepSpeed", "benign", "Victorwz/LLaVA-Llama-3", 4),
+    told("vision-tower-unfrozen", "transformers, DeepSpeed", "benign", "2U1/Qwen-VL-Series-Finetune", 56),
+    told("cache-set-to-false", "ms-swift", "benign", "modelscope/ms-swift", 22),
+    told("memory-up-and-down", "LLaMA-Factory, DeepSpeed", "benign", "hiyouga/LlamaFactory", 2258),
+    told("slow-but-through", "transformers, DeepSpeed", "benign", "deepspeedai/DeepSpeedExamples", 172),
     # Ranks that do not agree, or wait.
-    told_even(
+    told(
         "state-of-the-main-process",
         "accelerate, FSDP",
         "rank_divergent_branch",
@@ -24,7 +23,7 @@ ENTRIES: list[Entry] = [
         culprit=(0,),
         also_ok=("checkpoint_timeout", *_DIVERGED),
     ),
-    told_even(
+    told(
         "video-among-the-images",
         "transformers, DeepSpeed",
         "rank_divergent_branch",
@@ -33,7 +32,7 @@ ENTRIES: list[Entry] = [
         culprit=(5,),
         also_ok=_DIVERGED,
     ),
-    told_even(
+    told(
         "text-rows-at-step-seven",
         "DeepSpeed",
         "rank_divergent_branch",
@@ -42,7 +41,7 @@ ENTRIES: list[Entry] = [
         culprit=(3,),
         also_ok=_DIVERGED,
     ),
-    told_even(
+    told(
         "scatter-of-nothing",
         "Axolotl, FSDP2",
         "framework_bug",
@@ -51,8 +50,8 @@ ENTRIES: list[Entry] = [
         also_ok=("rank_divergent_branch", *_DIVERGED),
         sufficiency="hint",
     ),
-    told_even("has-data-never-sent", "RETURNN, gloo", "rank_exception_masked", "rwth-i6/returnn", 1484, culprit=(1,)),
-    told_even(
+    told("has-data-never-sent", "RETURNN, gloo", "rank_exception_masked", "rwth-i6/returnn", 1484, culprit=(1,)),
+    told(
         "pairs-are-counted",
         "accelerate",
         "slow_rank_preprocess",
@@ -61,7 +60,7 @@ ENTRIES: list[Entry] = [
         culprit=(0,),
         also_ok=_WAITED,
     ),
-    told_even(
+    told(
         "clm-25-gigabytes",
         "transformers",
         "slow_rank_preprocess",
@@ -70,7 +69,7 @@ ENTRIES: list[Entry] = [
         culprit=(0,),
         also_ok=_WAITED,
     ),
-    told_even(
+    told(
         "prompts-of-20k-tokens",
         "Axolotl",
         "slow_rank_preprocess",
@@ -79,7 +78,7 @@ ENTRIES: list[Entry] = [
         culprit=(0,),
         also_ok=_WAITED,
     ),
-    told_even(
+    told(
         "full-state-to-rank-zero",
         "accelerate, FSDP (NPU)",
         "checkpoint_timeout",
@@ -90,8 +89,8 @@ ENTRIES: list[Entry] = [
         also_ok=_WAITED,
     ),
     # Networks and fabrics.
-    told_even("graph-file-of-the-image", "accelerate, NCCL", "config_error", "NVIDIA/nccl", 1240),
-    told_even(
+    told("graph-file-of-the-image", "accelerate, NCCL", "config_error", "NVIDIA/nccl", 1240),
+    told(
         "two-h800-error-twelve",
         "PyTorch (NCCL)",
         "ib_rdma_fault",
@@ -101,7 +100,7 @@ ENTRIES: list[Entry] = [
         alt=(("10.91.1.11",), ("h800-a",), ("h800-b",), (8,), ("10.91.1.11", "10.91.1.12"), ("h800-b", "10.91.1.11")),
         also_ok=("network_blocked",),
     ),
-    told_even(
+    told(
         "queue-pair-argument",
         "PyTorch (NCCL)",
         "ib_rdma_fault",
@@ -110,11 +109,9 @@ ENTRIES: list[Entry] = [
         culprit=(154,),
         alt=(("crow-ib-19",),),
     ),
-    told_even(
-        "cards-behind-switches", "vLLM", "p2p_path_broken", "vllm-project/vllm", 5458, also_ok=("cuda_kernel_error",)
-    ),
-    told_even("second-start-stalls", "vLLM", "p2p_path_broken", "vllm-project/vllm", 9920),
-    told_even(
+    told("cards-behind-switches", "vLLM", "p2p_path_broken", "vllm-project/vllm", 5458, also_ok=("cuda_kernel_error",)),
+    told("second-start-stalls", "vLLM", "p2p_path_broken", "vllm-project/vllm", 9920),
+    told(
         "pods-with-three-ports",
         "TorchX, Ray",
         "network_blocked",
@@ -124,7 +121,7 @@ ENTRIES: list[Entry] = [
         alt=(("10.130.6.169",), ("10.130.6.66:49782",), ("553",)),
         also_ok=("master_unreachable",),
     ),
-    told_even(
+    told(
         "bond-instead-of-eth",
         "PyTorch (NCCL)",
         "wrong_network_interface",
@@ -134,7 +131,7 @@ ENTRIES: list[Entry] = [
         alt=(("gpu617", "gpu618"), ("gpu617",), ("node0", "node1")),
         also_ok=("config_error",),
     ),
-    told_even(
+    told(
         "equals-sign-in-interface",
         "JAX, NCCL",
         "wrong_network_interface",
@@ -144,10 +141,10 @@ ENTRIES: list[Entry] = [
         alt=(("=enp90s0np0",),),
         also_ok=("config_error",),
     ),
-    told_even("default-port-of-torchrun", "llama-recipes, FSDP", "port_in_use", "meta-llama/llama-cookbook", 186),
-    told_even("second-dpo-on-one-box", "PyTorch (torchrun)", "port_in_use", "pytorch/pytorch", 126510),
+    told("default-port-of-torchrun", "llama-recipes, FSDP", "port_in_use", "meta-llama/llama-cookbook", 186),
+    told("second-dpo-on-one-box", "PyTorch (torchrun)", "port_in_use", "pytorch/pytorch", 126510),
     # Machines.
-    told_even(
+    told(
         "container-bus-error",
         "Megatron-LM",
         "shm_too_small",
@@ -157,7 +154,7 @@ ENTRIES: list[Entry] = [
         also_ok=("unknown", "rank_exception_masked"),
         sufficiency="hint",
     ),
-    told_even(
+    told(
         "eleven-billion-offloaded",
         "transformers, DeepSpeed",
         "host_oom",
@@ -165,7 +162,7 @@ ENTRIES: list[Entry] = [
         2946,
         also_ok=("external_kill",),
     ),
-    told_even(
+    told(
         "third-node-ecc",
         "PyTorch DDP",
         "gpu_hardware_fault",
@@ -174,7 +171,7 @@ ENTRIES: list[Entry] = [
         culprit=("dgk713",),
         alt=((19,), ("dgk713", 19)),
     ),
-    told_even(
+    told(
         "thousandth-step-writes",
         "transformers, DeepSpeed",
         "storage_fault",
@@ -182,11 +179,9 @@ ENTRIES: list[Entry] = [
         1166,
         also_ok=("rank_exception_masked",),
     ),
-    told_even("studio-output-volume", "H2O LLM Studio", "storage_fault", "h2oai/h2o-llmstudio", 214),
-    told_even(
-        "fourth-host-falls-silent", "Ray", "ray_node_or_gcs", "ray-project/ray", 44680, culprit=("172.16.40.13",)
-    ),
-    told_even(
+    told("studio-output-volume", "H2O LLM Studio", "storage_fault", "h2oai/h2o-llmstudio", 214),
+    told("fourth-host-falls-silent", "Ray", "ray_node_or_gcs", "ray-project/ray", 44680, culprit=("172.16.40.13",)),
+    told(
         "joined-for-some-seconds",
         "vLLM, Ray",
         "ray_node_or_gcs",
@@ -197,7 +192,7 @@ ENTRIES: list[Entry] = [
         also_ok=("network_blocked",),
     ),
     # Versions, ways of starting.
-    told_even(
+    told(
         "norm-not-in-torch",
         "ms-swift",
         "version_mismatch",
@@ -205,7 +200,7 @@ ENTRIES: list[Entry] = [
         1870,
         also_ok=("rank_exception_masked",),
     ),
-    told_even(
+    told(
         "h20-divides-by-zero",
         "LLaMA-Factory",
         "version_mismatch",
@@ -214,10 +209,8 @@ ENTRIES: list[Entry] = [
         also_ok=("cuda_kernel_error", "framework_bug", "rank_exception_masked", "unknown"),
         sufficiency="hint",
     ),
-    told_even(
-        "sampler-forks-late", "vLLM", "mp_start_method", "vllm-project/vllm", 6152, also_ok=("vllm_engine_failure",)
-    ),
-    told_even(
+    told("sampler-forks-late", "vLLM", "mp_start_method", "vllm-project/vllm", 6152, also_ok=("vllm_engine_failure",)),
+    told(
         "harness-second-worker",
         "vLLM",
         "mp_start_method",
@@ -225,7 +218,7 @@ ENTRIES: list[Entry] = [
         2704,
         also_ok=("vllm_engine_failure",),
     ),
-    told_even(
+    told(
         "patches-broadcast-on-cpu",
         "unsloth, LLaMA-Factory",
         "framework_bug",
@@ -233,7 +226,7 @@ ENTRIES: list[Entry] = [
         2584,
         also_ok=("config_error", "rank_exception_masked"),
     ),
-    told_even(
+    told(
         "hooks-expected-nowhere",
         "unsloth",
         "framework_bug",

@@ -38,3 +38,14 @@ class Entry:
             "made": "ran" if self.script else "told",
             "sufficiency": self.sufficiency,
         }
+
+
+def told(name: str, framework: str, cls: str, repository: str, number: int, **about: Any) -> Entry:
+    """Returns the entry of a job that is re-told after an issue thread of a repository on GitHub.
+
+    Args:
+        repository: Owner and name.
+        number: That of the thread.
+        about: The other fields of the entry.
+    """
+    return Entry(name, framework, cls, source=f"https://github.com/{repository}/issues/{number}", **about)

@@ -6,13 +6,12 @@ its truth before it was judged, and then its errors were learnt from.
 The truth is the class of the established cause; culprits are named only where a careful reader of the log could.
 """
 
-from benchmarks.set_aside_jobs.entry import Entry
-from benchmarks.set_aside_jobs.seventh_told_entries import told
+from benchmarks.set_aside_jobs.entry import Entry, told
 
 _SETTING = ("rank_exception_masked",)
 """What else is right if a library rejects a setting by an exception."""
 
-FIRST_ROUND = [
+_FIRST_ROUND = [
     told("easyr1-ends-unraisable", "EasyR1, Ray", "benign", "hiyouga/EasyR1", 255),
     told("llava-next-flushes", "LLaVA-NeXT, DeepSpeed", "benign", "LLaVA-VL/LLaVA-NeXT", 247),
     told("glm-says-incompatible", "transformers", "benign", "yuanzhoulvpi2017/zero_nlp", 49),
@@ -119,7 +118,7 @@ FIRST_ROUND = [
     told("coil-query-struct", "COIL, transformers", "rank_exception_masked", "luyug/COIL", 13),
 ]
 
-SECOND_ROUND = [
+_SECOND_ROUND = [
     told("omnidrive-longer-tokens", "OmniDrive, mmcv", "benign", "NVlabs/OmniDrive", 13),
     told("grpo-loss-of-zero", "TRL, vLLM", "benign", "huggingface/trl", 2703),
     told("fabric-wall-of-text", "litgpt, PyTorch FSDP", "benign", "pytorch/pytorch", 126275),
@@ -220,7 +219,7 @@ SECOND_ROUND = [
     ),
 ]
 
-THIRD_ROUND = [
+_THIRD_ROUND = [
     told("ross3d-trace-again", "Ross3D, DeepSpeed", "benign", "Haochen-Wang409/ross3d", 9),
     told("unsloth-group-not-destroyed", "unsloth, TRL", "benign", "unslothai/unsloth", 1959),
     told("sloth-leaks-at-exit", "opensloth", "benign", "anhvth/opensloth", 17),
@@ -290,4 +289,4 @@ THIRD_ROUND = [
     ),
 ]
 
-ENTRIES: list[Entry] = [*FIRST_ROUND, *SECOND_ROUND, *THIRD_ROUND]
+ENTRIES: list[Entry] = [*_FIRST_ROUND, *_SECOND_ROUND, *_THIRD_ROUND]

@@ -1,38 +1,31 @@
 """Jobs of `benchmarks/cases/fifth_set_aside` that are re-told: the error lines that the named programs print, as a
 public issue thread (`source`) quotes them, with surroundings of our own. Their files are kept as they are."""
 
-from benchmarks.set_aside_jobs.entry import Entry
+from benchmarks.set_aside_jobs.entry import told
 
-_ISSUE = "https://github.com/{}/issues/{}"
 _HANGS = ("unknown", "slow_collective_timeout", "watchdog_or_heartbeat", "rank_exception_masked")
-
-
-def _told(name: str, framework: str, cls: str, repository: str, number: int, **about: object) -> Entry:
-    return Entry(name, framework, cls, source=_ISSUE.format(repository, number), **about)  # type: ignore[arg-type]
 
 
 ENTRIES = [
     # Healthy.
-    _told("composer-tickets", "Composer, LLM Foundry", "benign", "mosaicml/llm-foundry", 1501),
-    _told("roll-sokoban", "ROLL, Ray", "benign", "alibaba/ROLL", 193),
-    _told("prime-weights-again", "prime-rl", "benign", "PrimeIntellect-ai/prime-rl", 2673),
-    _told("tune-lora-saved", "torchtune", "benign", "meta-pytorch/torchtune", 1710),
-    _told(
-        "sky-spot-recovered", "SkyPilot, PyTorch", "benign", "skypilot-org/skypilot", 825, also_ok=("external_kill",)
-    ),
-    _told("ascend-sft-finished", "LLaMA-Factory, Ascend", "benign", "hiyouga/LlamaFactory", 5071),
-    _told("lmdeploy-served", "LMDeploy", "benign", "InternLM/lmdeploy", 3154),
-    _told("kuberay-store-survives", "KubeRay", "benign", "ray-project/ray", 52480),
-    _told("nemo-rl-math-done", "NeMo RL", "benign", "NVIDIA-NeMo/RL", 1847),
-    _told("trt-summaries-scored", "TensorRT-LLM", "benign", "NVIDIA/TensorRT-LLM", 1826),
-    _told("easyr1-geometry-done", "EasyR1, verl", "benign", "markingprowlik/EasyR1", 9),
-    _told(
+    told("composer-tickets", "Composer, LLM Foundry", "benign", "mosaicml/llm-foundry", 1501),
+    told("roll-sokoban", "ROLL, Ray", "benign", "alibaba/ROLL", 193),
+    told("prime-weights-again", "prime-rl", "benign", "PrimeIntellect-ai/prime-rl", 2673),
+    told("tune-lora-saved", "torchtune", "benign", "meta-pytorch/torchtune", 1710),
+    told("sky-spot-recovered", "SkyPilot, PyTorch", "benign", "skypilot-org/skypilot", 825, also_ok=("external_kill",)),
+    told("ascend-sft-finished", "LLaMA-Factory, Ascend", "benign", "hiyouga/LlamaFactory", 5071),
+    told("lmdeploy-served", "LMDeploy", "benign", "InternLM/lmdeploy", 3154),
+    told("kuberay-store-survives", "KubeRay", "benign", "ray-project/ray", 52480),
+    told("nemo-rl-math-done", "NeMo RL", "benign", "NVIDIA-NeMo/RL", 1847),
+    told("trt-summaries-scored", "TensorRT-LLM", "benign", "NVIDIA/TensorRT-LLM", 1826),
+    told("easyr1-geometry-done", "EasyR1, verl", "benign", "markingprowlik/EasyR1", 9),
+    told(
         "neuron-hundred-steps", "NeMo Megatron, Neuron", "benign", "aws-neuron/aws-neuron-parallelcluster-samples", 25
     ),
-    _told("pai-baichuan-sixty", "Pai-Megatron-Patch", "benign", "alibaba/Pai-Megatron-Patch", 60),
-    _told("trl-served-weights", "TRL, vLLM", "benign", "huggingface/trl", 2923),
+    told("pai-baichuan-sixty", "Pai-Megatron-Patch", "benign", "alibaba/Pai-Megatron-Patch", 60),
+    told("trl-served-weights", "TRL, vLLM", "benign", "huggingface/trl", 2923),
     # With a culprit.
-    _told(
+    told(
         "composer-bus-error",
         "Composer, LLM Foundry",
         "shm_too_small",
@@ -41,7 +34,7 @@ ENTRIES = [
         culprit=(2,),
         alt=(("414",),),
     ),
-    _told(
+    told(
         "prime-update-timeout",
         "prime-rl",
         "vllm_weight_sync",
@@ -51,8 +44,8 @@ ENTRIES = [
         alt=(("10.44.0.8:8000",), ("http://10.44.0.8:8000",)),
         also_ok=("remote_service_timeout", "vllm_engine_failure"),
     ),
-    _told("tune-second-card", "torchtune", "rank_oom", "meta-pytorch/torchtune", 1710, culprit=(1,)),
-    _told(
+    told("tune-second-card", "torchtune", "rank_oom", "meta-pytorch/torchtune", 1710, culprit=(1,)),
+    told(
         "arctic-watchdog-stuck",
         "ArcticTraining, DeepSpeed",
         "watchdog_or_heartbeat",
@@ -61,7 +54,7 @@ ENTRIES = [
         culprit=(7,),
         also_ok=("unknown", "slow_collective_timeout"),
     ),
-    _told(
+    told(
         "factory-long-video",
         "LLaMA-Factory",
         "slow_rank_preprocess",
@@ -70,7 +63,7 @@ ENTRIES = [
         culprit=(5,),
         also_ok=("slow_collective_timeout",),
     ),
-    _told(
+    told(
         "megatron-index-beyond",
         "Megatron-LM",
         "rank_exception_masked",
@@ -79,7 +72,7 @@ ENTRIES = [
         culprit=(70,),
         also_ok=("storage_fault", "config_error"),
     ),
-    _told(
+    told(
         "sky-return-codes",
         "SkyPilot, PyTorch",
         "rank_oom",
@@ -88,7 +81,7 @@ ENTRIES = [
         culprit=(10,),
         alt=(("worker1",), ("172.31.8.9",), ("ip-172-31-8-9",)),
     ),
-    _told(
+    told(
         "ddp-completion-errors",
         "PyTorch DDP, RoCE",
         "ib_rdma_fault",
@@ -97,7 +90,7 @@ ENTRIES = [
         culprit=("kp-ddp-worker-2",),
         alt=(("10.216.210.236",), ("mlx5_4",), ("kp-ddp-worker-2", "mlx5_4"), ("kp-ddp-worker-2", "10.216.210.236")),
     ),
-    _told(
+    told(
         "deepep-completion-queue",
         "DeepEP",
         "os_limits",
@@ -107,7 +100,7 @@ ENTRIES = [
         alt=((10,),),
         also_ok=("ib_rdma_fault",),
     ),
-    _told(
+    told(
         "returnn-card-gone",
         "RETURNN",
         "gpu_hardware_fault",
@@ -116,7 +109,7 @@ ENTRIES = [
         culprit=("cn-234",),
         alt=((3,), ("0000:03:00",), ("0000:03:00.0",), ("cn-234", "0000:03:00"), ("cn-234", 3)),
     ),
-    _told(
+    told(
         "hgx-not-initialized",
         "PyTorch",
         "gpu_hardware_fault",
@@ -126,7 +119,7 @@ ENTRIES = [
         alt=((8, 9, 10), (8,)),
         also_ok=("version_mismatch", "config_error"),
     ),
-    _told(
+    told(
         "nvls-degraded-node",
         "NCCL",
         "gpu_hardware_fault",
@@ -135,7 +128,7 @@ ENTRIES = [
         culprit=("gpu46",),
         also_ok=("p2p_path_broken", "framework_bug"),
     ),
-    _told(
+    told(
         "mi300-page-fault",
         "axolotl, ROCm",
         "cuda_kernel_error",
@@ -145,7 +138,7 @@ ENTRIES = [
         alt=(("0000:3d:00.0",), ("node-7",), ("mi300x",), ("6071",)),
         also_ok=("gpu_hardware_fault", "framework_bug"),
     ),
-    _told(
+    told(
         "ascend-column-image",
         "open-r1, Ascend",
         "rank_exception_masked",
@@ -154,7 +147,7 @@ ENTRIES = [
         culprit=(2,),
         also_ok=("config_error",),
     ),
-    _told(
+    told(
         "colossal-one-card",
         "ColossalAI",
         "gpu_binding",
@@ -164,7 +157,7 @@ ENTRIES = [
         alt=((1,), ("node-64",)),
         also_ok=("config_error",),
     ),
-    _told(
+    told(
         "xtuner-notebook-beside",
         "XTuner",
         "rank_oom",
@@ -174,8 +167,8 @@ ENTRIES = [
         alt=(("a100-w2",), ("391120",)),
         also_ok=("gpu_binding",),
     ),
-    _told("swift-token-beyond", "ms-swift", "cuda_kernel_error", "modelscope/ms-swift", 7034, culprit=(3,)),
-    _told(
+    told("swift-token-beyond", "ms-swift", "cuda_kernel_error", "modelscope/ms-swift", 7034, culprit=(3,)),
+    told(
         "sglang-memory-cell",
         "SGLang",
         "gpu_hardware_fault",
@@ -184,7 +177,7 @@ ENTRIES = [
         culprit=("TP5",),
         alt=((5,),),
     ),
-    _told(
+    told(
         "fabric-firmware-silent",
         "Lightning Fabric",
         "gpu_hardware_fault",
@@ -193,7 +186,7 @@ ENTRIES = [
         culprit=("lf-node-c",),
         alt=(("0000:9d:00",), ("lf-node-c", "0000:9d:00"), ("GPU5",)),
     ),
-    _told(
+    told(
         "kuberay-head-memory",
         "KubeRay",
         "ray_node_or_gcs",
@@ -202,7 +195,7 @@ ENTRIES = [
         culprit=("train-cluster-head-p5k25",),
         also_ok=("host_oom",),
     ),
-    _told(
+    told(
         "nemo-rl-offload-memory",
         "NeMo RL",
         "host_oom",
@@ -211,7 +204,7 @@ ENTRIES = [
         culprit=("10.109.18.239",),
         alt=(("DTensorPolicyWorker",), ("lm_policy-1-3",), ("1530113",)),
     ),
-    _told(
+    told(
         "nemo-rl-save-slow",
         "NeMo RL",
         "checkpoint_timeout",
@@ -220,7 +213,7 @@ ENTRIES = [
         culprit=(0,),
         also_ok=("slow_collective_timeout", "storage_fault"),
     ),
-    _told(
+    told(
         "rl-factory-native-crash",
         "verl, RL-Factory",
         "rank_exception_masked",
@@ -230,7 +223,7 @@ ENTRIES = [
         alt=(("WorkerDict",), ("20174",), ("10.164.37.106",), (1,)),
         also_ok=("framework_bug", "external_kill", "unknown"),
     ),
-    _told(
+    told(
         "openrlhf-weights-dtype",
         "OpenRLHF",
         "vllm_weight_sync",
@@ -240,7 +233,7 @@ ENTRIES = [
         alt=(("585804",), ("10.3.0.21",), ("EngineCore_DP0",)),
         also_ok=("config_error",),
     ),
-    _told(
+    told(
         "trixie-launch-refused",
         "Slurm, PyTorch",
         "rendezvous_incomplete",
@@ -249,7 +242,7 @@ ENTRIES = [
         culprit=("cn131",),
         also_ok=("config_error", "external_kill", "unknown", "master_unreachable"),
     ),
-    _told(
+    told(
         "swift-stale-handle",
         "ms-swift",
         "storage_fault",
@@ -258,7 +251,7 @@ ENTRIES = [
         culprit=(1,),
         also_ok=("rank_exception_masked",),
     ),
-    _told(
+    told(
         "streaming-index-forbidden",
         "Composer, streaming",
         "storage_fault",
@@ -267,7 +260,7 @@ ENTRIES = [
         culprit=(0,),
         also_ok=("remote_service_timeout", "config_error", "rank_exception_masked"),
     ),
-    _told(
+    told(
         "triton-third-rank",
         "TensorRT-LLM, Triton",
         "rank_oom",
@@ -276,7 +269,7 @@ ENTRIES = [
         culprit=(2,),
         also_ok=("vllm_engine_failure",),
     ),
-    _told(
+    told(
         "ras-rank-behind",
         "NCCL RAS",
         "unknown",
@@ -287,7 +280,7 @@ ENTRIES = [
         also_ok=(*_HANGS[1:], "slow_rank_preprocess", "rank_divergent_branch", "uneven_data"),
         sufficiency="hint",
     ),
-    _told(
+    told(
         "titan-metrics-skipped",
         "torchtitan",
         "rank_divergent_branch",
@@ -296,7 +289,7 @@ ENTRIES = [
         culprit=(5,),
         also_ok=("uneven_data",),
     ),
-    _told(
+    told(
         "verl-store-out-of-reach",
         "verl, Ascend",
         "master_unreachable",
@@ -306,7 +299,7 @@ ENTRIES = [
         alt=(("10.123.4.5:38321",), ("10.123.7.21",)),
         also_ok=("network_blocked", "rendezvous_incomplete"),
     ),
-    _told(
+    told(
         "vllm-ascend-tunnel",
         "vLLM, Ascend",
         "wrong_network_interface",
@@ -316,7 +309,7 @@ ENTRIES = [
         alt=(("198.18.0.1",), ("198.18.0.1:43195",)),
         also_ok=("master_unreachable", "network_blocked"),
     ),
-    _told(
+    told(
         "sky-link-local",
         "SkyPilot, NCCL",
         "wrong_network_interface",
@@ -325,7 +318,7 @@ ENTRIES = [
         culprit=("enP7906s1",),
         also_ok=("network_blocked",),
     ),
-    _told(
+    told(
         "pai-local-nan",
         "Pai-Megatron-Patch",
         "nan_or_inf",
@@ -334,7 +327,7 @@ ENTRIES = [
         culprit=(11,),
         alt=(("dlc-llama3-worker-0",),),
     ),
-    _told(
+    told(
         "pods-evicted-memory",
         "Kubernetes, PyTorch",
         "host_oom",
@@ -344,7 +337,7 @@ ENTRIES = [
         alt=(("worker-1",), ("aks-gpu-000003",), ("10.240.0.9",)),
         also_ok=("external_kill",),
     ),
-    _told(
+    told(
         "skyrl-sandbox-refuses",
         "SkyRL, OpenHands",
         "remote_service_timeout",
@@ -354,7 +347,7 @@ ENTRIES = [
         alt=(("10.10.100.19:9099",), ("http://10.10.100.19:9099",)),
         also_ok=("rank_exception_masked",),
     ),
-    _told(
+    told(
         "sglang-no-route",
         "SGLang",
         "network_blocked",
@@ -364,7 +357,7 @@ ENTRIES = [
         alt=(("node4",), ("10.0.0.4:56849",), ("node5",), ("node4", "10.0.0.4")),
         also_ok=("rendezvous_incomplete",),
     ),
-    _told(
+    told(
         "deep-student-rollout",
         "DeepSpeed",
         "zero3_generate_desync",
@@ -374,7 +367,7 @@ ENTRIES = [
         also_ok=("rank_divergent_branch", "uneven_data"),
     ),
     # Without one.
-    _told(
+    told(
         "titan-nightly-dtype",
         "torchtitan",
         "framework_bug",
@@ -382,7 +375,7 @@ ENTRIES = [
         2856,
         also_ok=("version_mismatch", "config_error", "rank_exception_masked"),
     ),
-    _told(
+    told(
         "deep-epoch-gather",
         "DeepSpeed",
         "slow_collective_timeout",
@@ -391,10 +384,10 @@ ENTRIES = [
         also_ok=("unknown", "watchdog_or_heartbeat"),
         sufficiency="hint",
     ),
-    _told(
+    told(
         "self-instruct-forked", "vLLM", "mp_start_method", "pytorch/pytorch", 145170, also_ok=("vllm_engine_failure",)
     ),
-    _told(
+    told(
         "deep-peer-access",
         "DeepSpeed",
         "p2p_path_broken",

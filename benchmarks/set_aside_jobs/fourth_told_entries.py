@@ -1,30 +1,23 @@
 """Jobs of `benchmarks/cases/fourth_set_aside` that are re-told: the error lines that the named programs print, as a
 public issue thread (`source`) quotes them, with surroundings of our own. Their files are kept as they are."""
 
-from benchmarks.set_aside_jobs.entry import Entry
-
-_ISSUE = "https://github.com/{}/issues/{}"
-
-
-def _told(name: str, framework: str, cls: str, repository: str, number: int, **about: object) -> Entry:
-    return Entry(name, framework, cls, source=_ISSUE.format(repository, number), **about)  # type: ignore[arg-type]
-
+from benchmarks.set_aside_jobs.entry import told
 
 ENTRIES = [
     # Healthy.
-    _told("verl-agent-loop", "verl", "benign", "verl-project/verl", 1368),
-    _told("titan-1b-continued", "torchtitan", "benign", "pytorch/torchtitan", 3393),
-    _told("megatron-exit-duration", "Megatron-LM", "benign", "NVIDIA/Megatron-LM", 1525),
-    _told("swift-sql-lora", "ms-swift", "benign", "modelscope/ms-swift", 1519),
-    _told("unsloth-small-grpo", "Unsloth", "benign", "unslothai/unsloth", 2033),
-    _told("axolotl-packed-adapter", "axolotl", "benign", "axolotl-ai-cloud/axolotl", 1571),
-    _told("sglang-drained", "SGLang", "benign", "sgl-project/sglang", 2746),
-    _told("slime-dapo-17k", "slime", "benign", "THUDM/slime", 1514),
-    _told("kubeflow-shrinks", "Kubeflow, torchrun elastic", "benign", "kubeflow/trainer", 2008),
-    _told("nemo-time-limit", "NeMo", "benign", "Lightning-AI/lit-llama", 380),
-    _told("factory-stops-early", "LLaMA-Factory", "benign", "hiyouga/LlamaFactory", 5450),
+    told("verl-agent-loop", "verl", "benign", "verl-project/verl", 1368),
+    told("titan-1b-continued", "torchtitan", "benign", "pytorch/torchtitan", 3393),
+    told("megatron-exit-duration", "Megatron-LM", "benign", "NVIDIA/Megatron-LM", 1525),
+    told("swift-sql-lora", "ms-swift", "benign", "modelscope/ms-swift", 1519),
+    told("unsloth-small-grpo", "Unsloth", "benign", "unslothai/unsloth", 2033),
+    told("axolotl-packed-adapter", "axolotl", "benign", "axolotl-ai-cloud/axolotl", 1571),
+    told("sglang-drained", "SGLang", "benign", "sgl-project/sglang", 2746),
+    told("slime-dapo-17k", "slime", "benign", "THUDM/slime", 1514),
+    told("kubeflow-shrinks", "Kubeflow, torchrun elastic", "benign", "kubeflow/trainer", 2008),
+    told("nemo-time-limit", "NeMo", "benign", "Lightning-AI/lit-llama", 380),
+    told("factory-stops-early", "LLaMA-Factory", "benign", "hiyouga/LlamaFactory", 5450),
     # With a culprit.
-    _told(
+    told(
         "areal-rollout-worker",
         "AReaL",
         "host_oom",
@@ -33,7 +26,7 @@ ENTRIES = [
         culprit=("rollout/2",),
         alt=(("71331",),),
     ),
-    _told(
+    told(
         "swift-reward-plugin",
         "ms-swift",
         "rank_exception_masked",
@@ -42,8 +35,8 @@ ENTRIES = [
         culprit=(1,),
         alt=(("gpu-a02",),),
     ),
-    _told("titan-one-over-memory", "torchtitan", "rank_oom", "huggingface/accelerate", 3250, culprit=(11,)),
-    _told(
+    told("titan-one-over-memory", "torchtitan", "rank_oom", "huggingface/accelerate", 3250, culprit=(11,)),
+    told(
         "megatron-nvlink-fault",
         "Megatron-LM",
         "gpu_hardware_fault",
@@ -52,7 +45,7 @@ ENTRIES = [
         culprit=("gpu-r2-06",),
         alt=((42,), ("0000:4e:00",), ("gpu-r2-06", "0000:4e:00")),
     ),
-    _told(
+    told(
         "lightning-port-error",
         "PyTorch Lightning",
         "ib_rdma_fault",
@@ -62,7 +55,7 @@ ENTRIES = [
         alt=(("10.8.0.21",),),
         also_ok=("network_blocked",),
     ),
-    _told(
+    told(
         "verl-images-host-memory",
         "verl",
         "host_oom",
@@ -71,14 +64,14 @@ ENTRIES = [
         culprit=("172.20.5.14",),
         alt=(("gk2WorkerDict_3:5",), ("WorkerDict",), ("4471",)),
     ),
-    _told(
+    told(
         "openrlhf-reward-refused",
         "OpenRLHF",
         "remote_service_timeout",
         "OpenRLHF/OpenRLHF",
         795,
     ),
-    _told(
+    told(
         "kubeflow-evicted",
         "Kubeflow, PyTorch",
         "storage_fault",
@@ -88,7 +81,7 @@ ENTRIES = [
         alt=((2,), ("knode-12",)),
         also_ok=("external_kill", "os_limits"),
     ),
-    _told(
+    told(
         "sglang-illegal-access",
         "SGLang",
         "cuda_kernel_error",
@@ -98,7 +91,7 @@ ENTRIES = [
         alt=((4,),),
         also_ok=("vllm_engine_failure",),
     ),
-    _told(
+    told(
         "slime-engine-shape",
         "slime",
         "vllm_weight_sync",
@@ -107,7 +100,7 @@ ENTRIES = [
         culprit=("10.66.1.9",),
         alt=(("SGLangEngine",), ("5121",), (5,)),
     ),
-    _told(
+    told(
         "factory-seven-cards",
         "LLaMA-Factory",
         "gpu_binding",
@@ -117,7 +110,7 @@ ENTRIES = [
         alt=(("box8",),),
         also_ok=("config_error",),
     ),
-    _told(
+    told(
         "axolotl-first-tokenizes",
         "axolotl",
         "slow_rank_preprocess",
@@ -126,7 +119,7 @@ ENTRIES = [
         culprit=(0,),
         also_ok=("slow_collective_timeout",),
     ),
-    _told(
+    told(
         "deep-generate-unsynced",
         "DeepSpeed",
         "zero3_generate_desync",
@@ -135,7 +128,7 @@ ENTRIES = [
         alt=((1,),),
         also_ok=("rank_divergent_branch", "uneven_data"),
     ),
-    _told(
+    told(
         "accelerate-full-state",
         "accelerate",
         "checkpoint_timeout",
@@ -144,7 +137,7 @@ ENTRIES = [
         culprit=(0,),
         also_ok=("slow_collective_timeout", "storage_fault"),
     ),
-    _told(
+    told(
         "megatron-other-build",
         "Megatron-LM",
         "version_mismatch",
@@ -153,8 +146,8 @@ ENTRIES = [
         culprit=("b3",),
         alt=((8,), (8, 11)),
     ),
-    _told("verl-probabilities", "verl", "nan_or_inf", "hkust-nlp/simpleRL-reason", 84),
-    _told(
+    told("verl-probabilities", "verl", "nan_or_inf", "hkust-nlp/simpleRL-reason", 84),
+    told(
         "slurm-no-such-interface",
         "PyTorch",
         "wrong_network_interface",
@@ -163,7 +156,7 @@ ENTRIES = [
         culprit=("n107",),
         alt=((8,),),
     ),
-    _told(
+    told(
         "vllm-worker-gone",
         "vLLM",
         "vllm_engine_failure",
@@ -173,7 +166,7 @@ ENTRIES = [
         alt=((3,),),
         also_ok=("host_oom", "external_kill"),
     ),
-    _told(
+    told(
         "skyrl-head-gone",
         "Ray, SkyRL",
         "ray_node_or_gcs",
@@ -182,7 +175,7 @@ ENTRIES = [
         culprit=("raycluster-head-x7",),
         alt=(("10.5.0.20",), ("10.5.0.20:6379",), ("raycluster-head-x7", "10.5.0.20")),
     ),
-    _told(
+    told(
         "deep-locked-memory",
         "DeepSpeed",
         "os_limits",
@@ -192,7 +185,7 @@ ENTRIES = [
         alt=((5,),),
         also_ok=("ib_rdma_fault",),
     ),
-    _told(
+    told(
         "pods-bus-error",
         "Kubernetes, PyTorch",
         "shm_too_small",
@@ -201,8 +194,8 @@ ENTRIES = [
         culprit=("ocr-worker-1",),
         alt=((1,),),
     ),
-    _told("titan-memory-cell", "torchtitan", "gpu_hardware_fault", "huggingface/trl", 4149, culprit=(21,)),
-    _told(
+    told("titan-memory-cell", "torchtitan", "gpu_hardware_fault", "huggingface/trl", 4149, culprit=(21,)),
+    told(
         "megatron-router-skipped",
         "Megatron-LM",
         "rank_divergent_branch",
@@ -211,7 +204,7 @@ ENTRIES = [
         culprit=(6,),
         also_ok=("uneven_data",),
     ),
-    _told(
+    told(
         "nemo-node-failure",
         "NeMo",
         "external_kill",
@@ -220,7 +213,7 @@ ENTRIES = [
         culprit=("dgx-a044",),
         also_ok=("gpu_hardware_fault", "unknown"),
     ),
-    _told(
+    told(
         "areal-server-port",
         "AReaL",
         "port_in_use",
@@ -229,7 +222,7 @@ ENTRIES = [
         culprit=("gx4",),
         alt=(("10.3.3.4",), ("gx4:31007",)),
     ),
-    _told(
+    told(
         "factory-heartbeat",
         "LLaMA-Factory",
         "watchdog_or_heartbeat",
@@ -239,8 +232,8 @@ ENTRIES = [
         alt=(("6133",),),
     ),
     # Without one, or with one that is not scored.
-    _told("mpi-ports-filtered", "NCCL, mpirun", "network_blocked", "kubeflow/pytorch-operator", 332),
-    _told(
+    told("mpi-ports-filtered", "NCCL, mpirun", "network_blocked", "kubeflow/pytorch-operator", 332),
+    told(
         "accelerate-first-reduce",
         "accelerate",
         "p2p_path_broken",
@@ -249,7 +242,7 @@ ENTRIES = [
         also_ok=("unknown",),
         sufficiency="hint",
     ),
-    _told(
+    told(
         "verl-longer-answers",
         "verl",
         "slow_collective_timeout",
@@ -258,7 +251,7 @@ ENTRIES = [
         also_ok=("unknown", "slow_rank_preprocess"),
         sufficiency="hint",
     ),
-    _told(
+    told(
         "axolotl-assert",
         "axolotl",
         "framework_bug",
@@ -266,7 +259,7 @@ ENTRIES = [
         1153,
         also_ok=("rank_exception_masked", "version_mismatch"),
     ),
-    _told(
+    told(
         "unsloth-older-cache",
         "Unsloth",
         "version_mismatch",
@@ -274,7 +267,7 @@ ENTRIES = [
         2916,
         also_ok=("framework_bug",),
     ),
-    _told(
+    told(
         "sglang-fraction",
         "SGLang",
         "config_error",
@@ -282,7 +275,7 @@ ENTRIES = [
         33393,
         also_ok=("rank_oom", "vllm_engine_failure"),
     ),
-    _told(
+    told(
         "swift-communicator",
         "ms-swift",
         "vllm_weight_sync",
@@ -290,8 +283,8 @@ ENTRIES = [
         7879,
         also_ok=("gpu_binding", "config_error"),
     ),
-    _told("megatron-heads-undivided", "Megatron-LM", "config_error", "NVIDIA/Megatron-LM", 1525),
-    _told(
+    told("megatron-heads-undivided", "Megatron-LM", "config_error", "NVIDIA/Megatron-LM", 1525),
+    told(
         "verl-too-few-nodes",
         "verl",
         "ray_resources_pending",

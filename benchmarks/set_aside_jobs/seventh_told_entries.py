@@ -37,15 +37,7 @@ The truth is the class of the established cause, not of the first error line; cu
 careful reader of the log could.
 """
 
-from benchmarks.set_aside_jobs.entry import Entry
-
-_THREAD = "https://github.com/{}/issues/{}"
-
-
-def told(name: str, framework: str, cls: str, repository: str, number: int, **about: object) -> Entry:
-    """Returns the entry of a job that is re-told after a thread of a repository."""
-    return Entry(name, framework, cls, source=_THREAD.format(repository, number), **about)  # type: ignore[arg-type]
-
+from benchmarks.set_aside_jobs.entry import told
 
 ENTRIES = [
     # Healthy.

@@ -1,8 +1,7 @@
 """Jobs of `benchmarks/cases/seventh_set_aside` that are re-told, of trainers, collectives and engines, sampled by the
 rule in `seventh_told_entries.py`."""
 
-from benchmarks.set_aside_jobs.entry import Entry
-from benchmarks.set_aside_jobs.seventh_told_entries import told
+from benchmarks.set_aside_jobs.entry import Entry, told
 
 _DIVERGED = ("unknown", "uneven_data", "slow_collective_timeout")
 _KILLED = ("external_kill", "unknown")

@@ -1,26 +1,21 @@
 """Jobs of `benchmarks/cases/sixth_set_aside` that are re-told: the error lines that the named programs print, as a
 public issue thread (`source`) quotes them, with surroundings of our own. Their files are kept as they are."""
 
-from benchmarks.set_aside_jobs.entry import Entry
+from benchmarks.set_aside_jobs.entry import told
 
-_THREAD = "https://github.com/{}/issues/{}"
 _HANGS = ("unknown", "slow_collective_timeout", "watchdog_or_heartbeat", "rank_exception_masked")
-
-
-def _told(name: str, framework: str, cls: str, repository: str, number: int, **about: object) -> Entry:
-    return Entry(name, framework, cls, source=_THREAD.format(repository, number), **about)  # type: ignore[arg-type]
 
 
 ENTRIES = [
     # Healthy.
-    _told("tgi-four-shards-served", "TGI", "benign", "huggingface/text-generation-inference", 814),
-    _told("neo-overflows-then-learns", "DeepSpeed, GPT-Neo", "benign", "dredwardhyde/gpt-neo-fine-tuning-example", 7),
-    _told("xla-loaded-elsewhere", "PyTorch/XLA", "benign", "pytorch/xla", 3214),
-    _told("elasticdl-worker-relaunched", "ElasticDL", "benign", "sql-machine-learning/elasticdl", 1562),
-    _told("megatron-llm-slow-saves", "Megatron-LLM", "benign", "epfLLM/Megatron-LLM", 69),
-    _told("nextflow-folds-retried", "Nextflow", "benign", "nextflow-io/nextflow", 6878),
+    told("tgi-four-shards-served", "TGI", "benign", "huggingface/text-generation-inference", 814),
+    told("neo-overflows-then-learns", "DeepSpeed, GPT-Neo", "benign", "dredwardhyde/gpt-neo-fine-tuning-example", 7),
+    told("xla-loaded-elsewhere", "PyTorch/XLA", "benign", "pytorch/xla", 3214),
+    told("elasticdl-worker-relaunched", "ElasticDL", "benign", "sql-machine-learning/elasticdl", 1562),
+    told("megatron-llm-slow-saves", "Megatron-LLM", "benign", "epfLLM/Megatron-LLM", 69),
+    told("nextflow-folds-retried", "Nextflow", "benign", "nextflow-io/nextflow", 6878),
     # The watchdog and collectives that wait.
-    _told(
+    told(
         "vlm-boxes-watchdog",
         "VLM-R1, TRL",
         "watchdog_or_heartbeat",
@@ -29,7 +24,7 @@ ENTRIES = [
         culprit=(6,),
         also_ok=("unknown", "slow_collective_timeout"),
     ),
-    _told(
+    told(
         "open-r1-first-broadcast",
         "open-r1, TRL",
         "slow_collective_timeout",
@@ -39,7 +34,7 @@ ENTRIES = [
         also_ok=("slow_rank_preprocess", "unknown", "watchdog_or_heartbeat"),
         sufficiency="hint",
     ),
-    _told(
+    told(
         "simple-grpo-one-behind",
         "simple_GRPO, DeepSpeed",
         "unknown",
@@ -49,7 +44,7 @@ ENTRIES = [
         also_ok=("rank_divergent_branch", "uneven_data", "slow_rank_preprocess", *_HANGS[1:]),
         sufficiency="hint",
     ),
-    _told(
+    told(
         "horovod-third-rereads",
         "Horovod",
         "slow_rank_preprocess",
@@ -59,8 +54,8 @@ ENTRIES = [
         alt=(("worker 3",),),
         also_ok=("uneven_data",),
     ),
-    _told("horovod-shut-down", "Horovod", "rank_exception_masked", "horovod/horovod", 534, culprit=(1,)),
-    _told(
+    told("horovod-shut-down", "Horovod", "rank_exception_masked", "horovod/horovod", 534, culprit=(1,)),
+    told(
         "instructlab-millisecond",
         "InstructLab",
         "slow_collective_timeout",
@@ -68,7 +63,7 @@ ENTRIES = [
         520,
         also_ok=("config_error", "watchdog_or_heartbeat"),
     ),
-    _told(
+    told(
         "tune-llama4-optimizer-state",
         "torchtune",
         "checkpoint_timeout",
@@ -77,7 +72,7 @@ ENTRIES = [
         culprit=(0,),
         also_ok=("slow_collective_timeout",),
     ),
-    _told(
+    told(
         "ace-latest-checkpoint",
         "ACE, PyTorch DDP",
         "checkpoint_timeout",
@@ -85,7 +80,7 @@ ENTRIES = [
         851,
         also_ok=("slow_collective_timeout", "storage_fault", "slow_rank_preprocess"),
     ),
-    _told(
+    told(
         "rtx4090-zeros-across",
         "PyTorch DDP",
         "p2p_path_broken",
@@ -93,7 +88,7 @@ ENTRIES = [
         117,
         alt=((0, 1),),
     ),
-    _told(
+    told(
         "jax-heartbeat-while-pinning",
         "JAX",
         "watchdog_or_heartbeat",
@@ -104,7 +99,7 @@ ENTRIES = [
         also_ok=("slow_rank_preprocess", "slow_collective_timeout"),
     ),
     # Services and engines.
-    _told(
+    told(
         "tgi-shard-zero",
         "TGI",
         "cuda_kernel_error",
@@ -114,7 +109,7 @@ ENTRIES = [
         alt=(("shard 0",),),
         also_ok=("vllm_engine_failure",),
     ),
-    _told(
+    told(
         "aligner-critic-not-ready",
         "NeMo-Aligner, PyTriton",
         "remote_service_timeout",
@@ -124,7 +119,7 @@ ENTRIES = [
         alt=(("10.77.3.14",), ("critic",), ("http://10.77.3.14:5556",)),
         also_ok=("config_error",),
     ),
-    _told(
+    told(
         "aligner-python-backend",
         "NeMo-Aligner, PyTriton",
         "version_mismatch",
@@ -132,7 +127,7 @@ ENTRIES = [
         147,
         also_ok=("config_error",),
     ),
-    _told(
+    told(
         "slime-moe-update-range",
         "slime, SGLang",
         "vllm_weight_sync",
@@ -142,7 +137,7 @@ ENTRIES = [
         alt=(("1493437",), ("7.150.10.22",), ("7.150.10.22:15006",)),
         also_ok=("framework_bug",),
     ),
-    _told(
+    told(
         "graphlearn-server-three",
         "GraphLearn, PyTorch RPC",
         "remote_service_timeout",
@@ -152,7 +147,7 @@ ENTRIES = [
         alt=(("10.3.0.27:9988",), ("10.3.0.27",)),
     ),
     # Data, settings, versions.
-    _told(
+    told(
         "paddle-pose-reshape",
         "PaddleDetection",
         "rank_exception_masked",
@@ -160,7 +155,7 @@ ENTRIES = [
         7380,
         culprit=(2,),
     ),
-    _told(
+    told(
         "paddle-device-eight",
         "PaddleNLP",
         "gpu_binding",
@@ -170,11 +165,9 @@ ENTRIES = [
         alt=(("8",),),
         also_ok=("config_error",),
     ),
-    _told(
-        "alpaca-scale-at-minimum", "DeepSpeed, Chinese-LLaMA-Alpaca", "nan_or_inf", "ymcui/Chinese-LLaMA-Alpaca", 534
-    ),
-    _told("pcdet-forked-cuda", "OpenPCDet", "mp_start_method", "open-mmlab/OpenPCDet", 460),
-    _told(
+    told("alpaca-scale-at-minimum", "DeepSpeed, Chinese-LLaMA-Alpaca", "nan_or_inf", "ymcui/Chinese-LLaMA-Alpaca", 534),
+    told("pcdet-forked-cuda", "OpenPCDet", "mp_start_method", "open-mmlab/OpenPCDet", 460),
+    told(
         "mmdet-powershell-rank",
         "MMDetection",
         "config_error",
@@ -183,7 +176,7 @@ ENTRIES = [
         also_ok=("rank_exception_masked", "rendezvous_incomplete"),
     ),
     # Machines and memory.
-    _told(
+    told(
         "jax-tpu-taken",
         "JAX",
         "gpu_binding",
@@ -193,7 +186,7 @@ ENTRIES = [
         also_ok=("config_error", "unknown"),
         sufficiency="hint",
     ),
-    _told(
+    told(
         "dglke-processes-limit",
         "DGL-KE",
         "os_limits",
@@ -201,7 +194,7 @@ ENTRIES = [
         240,
         culprit=("172.18.4.13",),
     ),
-    _told(
+    told(
         "grug-illegal-instruction",
         "levanter, JAX",
         "gpu_hardware_fault",
@@ -211,7 +204,7 @@ ENTRIES = [
         alt=((93,), ("0009:01:00",), ("gb200-r5-n11", "0009:01:00")),
         also_ok=("cuda_kernel_error",),
     ),
-    _told(
+    told(
         "sentinel-card-silent",
         "PyTorch DDP",
         "gpu_hardware_fault",
@@ -220,7 +213,7 @@ ENTRIES = [
         culprit=("dgx-l40-19",),
         alt=((5,), ("0000:b3:00.0",), ("0000:b3:00",), ("dgx-l40-19", "0000:b3:00.0"), ("dgx-l40-19", 5)),
     ),
-    _told(
+    told(
         "nd96-fabric-absent",
         "PyTorch DDP",
         "gpu_hardware_fault",
@@ -229,7 +222,7 @@ ENTRIES = [
         culprit=("node-1",),
         also_ok=("version_mismatch", "config_error"),
     ),
-    _told(
+    told(
         "xgboost-device-ordinal",
         "XGBoost, Spark",
         "gpu_binding",
@@ -239,7 +232,7 @@ ENTRIES = [
         alt=(("10.14.2.41",), (3,)),
         also_ok=("framework_bug",),
     ),
-    _told(
+    told(
         "ffdl-learner-limit",
         "FfDL, TensorFlow",
         "host_oom",
@@ -248,7 +241,7 @@ ENTRIES = [
         culprit=("learner-1",),
         also_ok=("external_kill",),
     ),
-    _told(
+    told(
         "isaac-narrowphase",
         "Isaac Lab, RSL-RL",
         "cuda_kernel_error",
@@ -258,7 +251,7 @@ ENTRIES = [
         also_ok=("framework_bug",),
     ),
     # Networks.
-    _told(
+    told(
         "controlnet-store-late",
         "ControlNet, torch.distributed",
         "master_unreachable",
@@ -268,7 +261,7 @@ ENTRIES = [
         alt=(("127.0.0.1",), (1,), ("host b",)),
         also_ok=("config_error", "rendezvous_incomplete"),
     ),
-    _told(
+    told(
         "megatron-gather-queue-pair",
         "Megatron-LM",
         "ib_rdma_fault",
@@ -277,7 +270,7 @@ ENTRIES = [
         culprit=("gpu-h8-05",),
         alt=((35,), ("mlx5_3",), ("gpu-h8-05", "mlx5_3"), ("10.43.7.11",)),
     ),
-    _told(
+    told(
         "nccl-network-unreachable",
         "nccl-tests",
         "ib_rdma_fault",
@@ -287,7 +280,7 @@ ENTRIES = [
         alt=((1,),),
         also_ok=("wrong_network_interface", "network_blocked"),
     ),
-    _told(
+    told(
         "uccl-ready-to-receive",
         "UCCL, ROCm",
         "ib_rdma_fault",
@@ -297,7 +290,7 @@ ENTRIES = [
         alt=((8, 9, 10, 11),),
         also_ok=("network_blocked",),
     ),
-    _told(
+    told(
         "gpustack-no-route",
         "GPUStack, vLLM, Ray",
         "network_blocked",
@@ -307,7 +300,7 @@ ENTRIES = [
         alt=((1,), ("10.96.12.7",), ("10.96.12.7:41833",)),
         also_ok=("wrong_network_interface",),
     ),
-    _told(
+    told(
         "llama-jax-seven-absent",
         "JAX",
         "rendezvous_incomplete",
