@@ -67,6 +67,12 @@ def do_step(ledger: Ledger, step: int) -> None:
         ledger.delete_unneeded_steps()
 
 
+def follow(mirror: mirrors.StoreMirror, folder: Path) -> None:
+    """Makes the mirror copy this folder when the test says so: `start` without the thread."""
+    mirror._folder = folder
+    mirrors.write_state(folder, mirrors.StoreState(mirror.url, (mirror._writer,)))
+
+
 def write_run(
     url: str, folder: Path, steps: int, log: Path, env: dict[str, str], kill_at: int = 0, after: bool = False
 ) -> None:
@@ -79,8 +85,7 @@ def write_run(
     killed = mirror._store = KilledAt(mirror._store, kill_at, after)
     mirror.claim(folder if resuming else None)
     with Ledger.resume(folder) if resuming else Ledger.create(folder, CONFIG) as ledger, log.open("a") as lines:
-        mirror._folder = folder
-        mirrors.write_state(folder, mirrors.StoreState(mirror.url, (mirror._writer,)))
+        follow(mirror, folder)
         for step in range(len(ledger.collected_steps()), steps):
             do_step(ledger, step)
             mirror.copy_now()

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from store_writer import CONFIG, do_step
+from store_writer import CONFIG, do_step, follow
 
 from lockstep.config.fault_tolerance import StoreConfig
 from lockstep.ledger import Ledger, RunIsActive
@@ -15,7 +15,7 @@ from lockstep.ledger.store import object_store
 from lockstep.ledger.store.manifest import ContinuedElsewhere, newest_manifest
 from lockstep.ledger.store.mirror import StoreIncomplete, StoreMirror, claim_store, has_all, mirrored
 from lockstep.ledger.store.object_store import ObjectStore, StoreError
-from lockstep.ledger.store.restore import StoreState, read_state, restore_run, write_state
+from lockstep.ledger.store.restore import read_state, restore_run
 
 
 class FailingCreate:
@@ -46,8 +46,7 @@ def mirror(tmp_path, monkeypatch) -> StoreMirror:
 def ledger(mirror, tmp_path):
     """Of a run that the test copies itself."""
     with Ledger.create(tmp_path / "run", CONFIG) as ledger:
-        mirror._folder = ledger.folder
-        write_state(ledger.folder, StoreState(mirror.url, (mirror._writer,)))
+        follow(mirror, ledger.folder)
         do_step(ledger, 0)
         mirror.copy_now()
         yield ledger
@@ -134,8 +133,7 @@ def test_two_new_runs_of_one_name_lose_nothing(tmp_path) -> None:
     assert len(lines) == 1 and "began a run of this name" in lines[0] and "it will stop" in lines[0]
     for name, mirror in runs.items():
         with Ledger.create(tmp_path / name / "run", CONFIG) as ledger:
-            mirror._folder = ledger.folder
-            write_state(ledger.folder, StoreState(mirror.url, (mirror._writer,)))
+            follow(mirror, ledger.folder)
             for step in range(3 if name == "one" else 2):
                 do_step(ledger, step)
             if name == "one":

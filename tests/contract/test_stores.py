@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_writer import CONFIG, do_step, rollouts, write_run
+from store_writer import CONFIG, do_step, follow, rollouts, write_run
 
 import s3_server as s3_servers
 from lockstep.base.wait_state import WaitTimeout
@@ -20,7 +20,7 @@ from lockstep.ledger.store import object_store
 from lockstep.ledger.store.manifest import ContinuedElsewhere, newest_manifest, put_manifest
 from lockstep.ledger.store.mirror import StoreIncomplete, StoreMirror, mirrored
 from lockstep.ledger.store.object_store import StoreError, open_store
-from lockstep.ledger.store.restore import NothingStored, StoreState, restore_run, write_state
+from lockstep.ledger.store.restore import NothingStored, restore_run
 
 pytest.importorskip("s3fs")
 
@@ -87,8 +87,7 @@ def begun(url, tmp_path):
     made = StoreMirror(url, "run", "runs")
     made.claim(None)
     with Ledger.create(tmp_path / "here" / "run", CONFIG) as ledger:
-        made._folder = ledger.folder
-        mirrors.write_state(ledger.folder, mirrors.StoreState(made.url, (made._writer,)))
+        follow(made, ledger.folder)
         for step in range(5):
             do_step(ledger, step)
             assert made.copy_now()
@@ -286,8 +285,7 @@ def test_what_a_run_does_while_its_files_are_opened_is_no_failure(tmp_path, monk
 
     with Ledger.create(tmp_path / "run", CONFIG) as ledger:
         mirror.claim(None)
-        mirror._folder = ledger.folder
-        write_state(ledger.folder, StoreState(mirror.url, (mirror._writer,)))
+        follow(mirror, ledger.folder)
         for step in range(done):
             do_step(ledger, step)
         monkeypatch.setattr(Ledger, "copy_index", copied)

@@ -281,8 +281,7 @@ class Redactor:
             if short in self._names or self._is_distinct(short):
                 own = self._names.get(short) or self._add(short, "machine")
             else:  # `x.corp.com` says nothing about the word `x`
-                self._counts["machine"] = self._counts.get("machine", 0) + 1
-                own = f"machine-{self._counts['machine']}"
+                own = self._next("machine")
             self._set(name, f"{own}.example.com")
 
     @staticmethod
@@ -298,9 +297,13 @@ class Redactor:
     def _add(self, name: str, kind: str) -> str:
         """Returns the substitute of a name, a new one if it has none."""
         if name not in self._names:
-            self._counts[kind] = self._counts.get(kind, 0) + 1
-            self._set(name, f"{kind}-{self._counts[kind]}")
+            self._set(name, self._next(kind))
         return self._names[name]
+
+    def _next(self, kind: str) -> str:
+        """Returns a substitute that no name has."""
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        return f"{kind}-{self._counts[kind]}"
 
     def _set(self, name: str, substitute: str) -> None:
         self._names[name], self._pattern = substitute, None

@@ -80,6 +80,17 @@ class JobRecord:
     gaps: list[str]
 
 
+class NothingToRead(ValueError):
+    """The paths contain nothing that can be explained."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = tuple(paths)
+        super().__init__(
+            f"{', '.join(paths)}: found no log with lines in it, no flight-recorder dump (such as "
+            "nccl_trace_rank_0) and no incident (verdict.json)"
+        )
+
+
 def explain(
     paths: Sequence[str], folders: Sequence[Path] = (), *, ranks: str | None = None, world_size: int | None = None
 ) -> Explanation:
@@ -93,6 +104,7 @@ def explain(
 
     Raises:
         NoSuchPath: A path does not exist.
+        NothingToRead: There is no line, no dump and no incident.
         InvalidRule: A knowledge file violates the schema.
     """
     rules = load_knowledge(*folders)
@@ -116,7 +128,7 @@ def read_job(
     prior = prior_verdicts.read_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
     logs = parse_logs(found, rules, progress)
     if not (any(log.lines for log in logs) or prior.incidents or prior.dumps):
-        raise prior_verdicts.NothingToRead(paths)
+        raise NothingToRead(paths)
     return JobRecord(logs, prior, found.gaps)
 
 

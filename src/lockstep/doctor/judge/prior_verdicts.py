@@ -16,19 +16,6 @@ _CLASSES_OF_KIND = {
     VerdictKind.ABSENT: ("uneven_data", "rank_divergent_branch", "slow_rank_preprocess"),
 }
 """The failure classes that are possible for a structure found in dumps."""
-
-
-class NothingToRead(ValueError):
-    """The paths contain nothing that can be explained."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.paths = tuple(paths)
-        super().__init__(
-            f"{', '.join(paths)}: found no log with lines in it, no flight-recorder dump (such as "
-            "nccl_trace_rank_0) and no incident (verdict.json)"
-        )
-
-
 _ENDED_WELL = 0.8
 """Confidence of logs whose last lines say that the job ended well; those that only lack trouble are less sure."""
 STRUCTURE_CONFIDENCE = 0.7
@@ -50,7 +37,6 @@ def read_prior_verdicts(
 
     Raises:
         ValueError: A `verdict.json` contains no verdict, or `ranks` matches no file.
-        NothingToRead: There is no log, no dump and no incident.
     """
     from lockstep.watch.dumps.dump_files import find_dump_files
 
@@ -75,8 +61,6 @@ def read_prior_verdicts(
     folders = {each.parent for each in taken if each.name == "verdict.json"}
     found.sources = [each for each in found.sources
                      if each.path is None or not (each.path in taken or folders & set(each.path.parents))]  # fmt: skip
-    if not (found.sources or stored or dumps):
-        raise NothingToRead(paths)
     return PriorVerdicts(tuple(stored), tuple(dumps))
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.environment.incident_environment import incident_finding_lines, newest_incident
-from lockstep.doctor.judge.log_diagnosis import Explanation, judge_job, read_job
-from lockstep.doctor.judge.prior_verdicts import NothingToRead
+from lockstep.doctor.judge.log_diagnosis import Explanation, NothingToRead, judge_job, read_job
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
 from lockstep.doctor.logs.log_sources import collect_sources
 from lockstep.doctor.logs.parsed_log import ParsedLog

@@ -231,20 +231,19 @@ class StoreMirror:
         """Opens the files of the run's present state; None if the store has it, or if there is nothing to resume. If
         the run deletes some of them before they are open, its index lists others by then, and those are opened."""
         with Ledger.reader(self._folder) as ledger:
-            listed = _listed(ledger)
             while True:
-                checkpoints, steps = listed
+                checkpoints, steps = listed = _listed(ledger)
                 mark = f"{ledger.generation} {[(row.step, row.at) for row in checkpoints]} {ledger.draws()} {at_end}"
                 if not (checkpoints or steps) or self._done == (steps, mark, at_end):
                     return None
-                state, before = _State(steps, mark), listed
+                state = _State(steps, mark)
                 try:
                     self._open_files(ledger, state, [row.path for row in checkpoints], scratch, at_end)
-                    if (listed := _listed(ledger))[0] == checkpoints:
+                    if _listed(ledger)[0] == checkpoints:
                         return state
                 except BaseException as error:
                     state.close()
-                    if not isinstance(error, FileNotFoundError) or (listed := _listed(ledger)) == before:
+                    if not isinstance(error, FileNotFoundError) or _listed(ledger) == listed:
                         raise
                 state.close()
 
