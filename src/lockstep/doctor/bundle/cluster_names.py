@@ -13,13 +13,13 @@ _HOST_SETTING = re.compile(
     r"(?:\b\w*NODE_?LIST|\bNodeList|\bReqNodeList|\bBatchHost|\bNodeName|\bSLURM_TOPOLOGY_ADDR|\bSLURM_SUBMIT_HOST"
     r"|\bHOSTNAME|\bALLOCATED_NODES)['\"]?\s*[=:]\s*['\"]?(?P<hosts>[A-Za-z][\w.-]+(?:,[A-Za-z][\w.-]+)*)(?![\w.,-]*\[)"
 )
-_HOST_AND_PORT = re.compile(
-    r"(?i)(?:://(?:[^\s/@]{1,200}@)?|@|\b(?:to|from|peer|with|at|on|host)[ :=(]+)\[?(?P<host>[a-z][\w.-]*\w)\]?"
-    r":(?=\d{4,5}(?![\w:]))"
+_HOST_AND_PORT = re.compile(  # its first letters first, here and below: they leave most of a text out
+    r"(?i)(?=[:@tfpwaoh])(?:://(?:[^\s/@]{1,200}@)?|@|\b(?:to|from|peer|with|at|on|host)[ :=(]+)"
+    r"\[?(?P<host>[a-z][\w.-]*\w)\]?:(?=\d{4,5}(?![\w:]))"
 )
 _SOURCE_FILE = re.compile(r"(?i).*\.(?:py|pyx|cc|cpp|cu|cuh|c|h|hpp|go|rs|js|so|sh|log|txt|yaml|json)")
 _POD = re.compile(
-    r"(?:\b(?:pods?|namespaces?|statefulset|deployment|pytorchjob|rayjob|raycluster|jobset|podname|pod_name"
+    r"(?=[pnsdrjkm])(?:\b(?:pods?|namespaces?|statefulset|deployment|pytorchjob|rayjob|raycluster|jobset|podname|pod_name"
     r"|kubernetes pod|mpijob|podgroup)(?:\.[a-z.]+)?['\"]?\s?(?:[/:=]\s?|\s)['\"]?)"
     r"(?P<name>[a-z0-9](?:[a-z0-9.-]{0,200}[a-z0-9])?)",
     re.IGNORECASE,
