@@ -172,7 +172,7 @@ class ProcessMonitor:
         """
         now = time.monotonic_ns()
         self._late, self._looked_ns = now - self._looked_ns > LATE_SAMPLE_S * 1e9, now
-        self._host = HostCounters()
+        self._host.begin_sample(now)
         dropped = self._drop_replaced(children, now)
         beacons = {
             state.name: state

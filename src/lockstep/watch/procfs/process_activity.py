@@ -15,6 +15,7 @@ import os
 import socket
 import stat
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -114,6 +115,11 @@ SAMPLE_S = 0.5
 DISK_WAIT_SAMPLES = 2
 """A process with a thread in an uninterruptible wait in this many consecutive samples, while disks or network file
 systems transfer data, is active."""
+TRANSFER_WINDOW_S = 10.0
+"""Whether disks and network file systems transfer data is decided by their bytes in this many seconds. A disk with a
+quota of 1 MiB/s completes two writes of 4 MiB and then nothing for eight seconds."""
+TRANSFER_READ_S = 1.0
+"""Seconds between two readings of the counters of disks and network file systems."""
 NEW_PAGES = 100
 """A process that works and touches more new pages of memory per second moves. A compiler of C++ touches a thousand, a
 busy loop none, a loop with a background thread that logs a few."""
@@ -121,23 +127,32 @@ busy loop none, a loop with a background thread that logs a few."""
 
 @dataclass(slots=True)
 class HostCounters:
-    """Counters of the whole host, read at most once per sample and only when needed."""
+    """Counters of the whole host, which are read at most once per sample: `begin_sample` comes first."""
 
-    _disks: int | None = None
-    _network_files: int | None = None
+    read_transfers: Callable[[], tuple[int, int]] = processes.transferred_bytes
+    """Returns the bytes that the disks and the network file systems of this host have transferred so far."""
+    _transfers: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """Time and bytes of each reading within `TRANSFER_WINDOW_S`, and of the one before it."""
     _sockets: dict[int, int] | None = None
 
-    def disks(self) -> int:
-        """Bytes that the block devices have read and written."""
-        if self._disks is None:
-            self._disks = processes.disk_bytes()
-        return self._disks
+    def begin_sample(self, now: int) -> None:
+        """Begins a new sample at `now`, in nanoseconds."""
+        self._sockets = None
+        if not self._transfers or now - self._transfers[-1][0] >= TRANSFER_READ_S * 1e9:
+            self._transfers.append((now, *self.read_transfers()))
+            while len(self._transfers) > 1 and now - self._transfers[1][0] >= TRANSFER_WINDOW_S * 1e9:
+                self._transfers.popleft()
 
-    def network_files(self) -> int:
-        """Bytes that network file systems have transferred, in requests that are answered."""
-        if self._network_files is None:
-            self._network_files = processes.network_file_bytes()
-        return self._network_files
+    def file_systems_transfer(self) -> bool:
+        """Whether the disks or the network file systems have transferred data in the last `TRANSFER_WINDOW_S`; also
+        True until they have been observed for that long."""
+        (since, disks, network_files), (until, *last) = self._transfers[0], self._transfers[-1]
+        seconds = (until - since) / 1e9
+        return (
+            seconds < TRANSFER_WINDOW_S
+            or last[0] - disks > ACTIVE_BYTES * seconds
+            or last[1] - network_files > ACTIVE_SOCKET_BYTES * seconds
+        )
 
     def sockets(self) -> dict[int, int]:
         """Transferred bytes of TCP sockets, by inode."""
@@ -158,8 +173,6 @@ class ProcessActivity:
     _below: dict[int, ProcessUsage] = field(default_factory=dict)
     _sent: dict[int, int] = field(default_factory=dict)
     _runnable_ns: dict[int, int] = field(default_factory=dict)
-    _disks: int = 0
-    _network_files: int = 0
     _closer_ns: int = 0
     """When the last closer look was; 0 if there is none to compare with."""
     _runnable: int = 0
@@ -196,8 +209,6 @@ class ProcessActivity:
         runnable_ns = {
             int(tid): processes.runnable_ns(pid, tid) for pid in (self.pid, *below) for tid in processes.thread_ids(pid)
         }
-        disks = host.disks() if in_disk else self._disks
-        network_files = host.network_files() if in_disk else self._network_files
         seconds = (now - self._closer_ns) / 1e9 if self._closer_ns else 0.0
         self._runnable = self._runnable + 1 if runnable else 0
         self._in_disk = self._in_disk + 1 if in_disk else 0
@@ -211,11 +222,8 @@ class ProcessActivity:
             new_pages = sum(_increases(self._below, below, lambda used: used.faults)) > NEW_PAGES * seconds
             transfers = sum(_increases(self._below, below, lambda used: used.total_bytes or 0)) > ACTIVE_BYTES * seconds
             transfers |= max(_increases(self._sent, sent, float), default=0.0) > ACTIVE_SOCKET_BYTES * seconds
-            if self._in_disk >= DISK_WAIT_SAMPLES:
-                transfers |= disks - self._disks > ACTIVE_BYTES * seconds
-                transfers |= network_files - self._network_files > ACTIVE_SOCKET_BYTES * seconds
+            transfers |= self._in_disk >= DISK_WAIT_SAMPLES and host.file_systems_transfer()
         self._below, self._sent, self._runnable_ns, self._closer_ns = below, sent, runnable_ns, now
-        self._disks, self._network_files = disks, network_files
         self.moves = transfers or (works and new_pages)
         return works or transfers
 

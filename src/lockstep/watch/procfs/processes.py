@@ -293,15 +293,12 @@ def child_pids(pid: int) -> list[int]:
     return found
 
 
-def disk_bytes() -> int:
-    """Bytes that all block devices of this host have read and written so far; those of partitions count twice."""
+def transferred_bytes() -> tuple[int, int]:
+    """Bytes that this host's block devices have read and written so far, those of partitions twice; and bytes of all
+    requests to network file systems (NFS) that their servers have answered."""
     lines = [line.split() for line in (_read_proc("/proc/diskstats", 1 << 18) or "").splitlines()]
-    return 512 * sum(int(words[5]) + int(words[9]) for words in lines if len(words) > 9)
-
-
-def network_file_bytes() -> int:
-    """Bytes of all requests to network file systems (NFS) that their servers have answered so far."""
-    return answered_bytes(_read_proc("/proc/self/mountstats", 1 << 20) or "")
+    disks = 512 * sum(int(words[5]) + int(words[9]) for words in lines if len(words) > 9)
+    return disks, answered_bytes(_read_proc("/proc/self/mountstats", 1 << 20) or "")
 
 
 def answered_bytes(mountstats: str) -> int:

@@ -36,11 +36,12 @@ def running(code: str, *words: str, **options: object) -> Iterator["subprocess.P
 
 def samples(pid: int, count: int) -> Iterator[bool]:
     """The results of several samples, without the first, which has nothing to compare with."""
-    activity = ProcessActivity(pid)
+    activity, host = ProcessActivity(pid), HostCounters()
     for number in range(count + 1):
-        usage = processes.process_usage(pid, with_bytes=True)
+        usage, now = processes.process_usage(pid, with_bytes=True), time.monotonic_ns()
         assert usage is not None
-        active = activity.sample(usage, time.monotonic_ns(), HostCounters())
+        host.begin_sample(now)
+        active = activity.sample(usage, now, host)
         if number:
             yield active
         time.sleep(EVERY_S)
@@ -99,11 +100,12 @@ def test_only_work_that_transfers_data_or_touches_new_memory_moves(kind: str) ->
     with running(f"import os; os.setpgid(0, 0)\n{code}") as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == "begun\n", "the interpreter has started"
-            activity, found = ProcessActivity(child.pid), list[bool]()
+            activity, host, found = ProcessActivity(child.pid), HostCounters(), list[bool]()
             while len(found) < 10 and not (moves and any(found[2:])):
-                usage = processes.process_usage(child.pid, with_bytes=True)
+                usage, now = processes.process_usage(child.pid, with_bytes=True), time.monotonic_ns()
                 assert usage is not None
-                activity.sample(usage, time.monotonic_ns(), HostCounters())
+                host.begin_sample(now)
+                activity.sample(usage, now, host)
                 found.append(activity.moves)
                 time.sleep(0.3)
         finally:
@@ -199,19 +201,30 @@ def test_an_uninterruptible_wait_is_activity_while_file_systems_transfer_data(tm
             assert time.monotonic() < end
             time.sleep(0.01)
 
-        def disk_samples(counters: Callable[[int], HostCounters]) -> list[bool]:
-            activity, found = ProcessActivity(child.pid), []
-            for number in range(DISK_WAIT_SAMPLES + 4):
-                usage = processes.process_usage(child.pid, with_bytes=True)
-                assert usage is not None
-                found.append(activity.sample(usage, 10**9 * (1 + number), counters(number)))
-                assert activity.moves <= found[-1]
-            return found[-2:]
+        def last_samples(transferred: Callable[[float], tuple[int, int]], begin_s: int = 12) -> list[bool]:
+            """Whether it is active in each of 30 samples, half a second apart, of a host observed for `begin_s`."""
+            clock = [0.0]
+            activity, host, found = ProcessActivity(child.pid), HostCounters(lambda: transferred(clock[0])), []
+            for number in range(2 * begin_s + 30):
+                clock[0] = number / 2
+                host.begin_sample(int(clock[0] * 1e9))
+                if number >= 2 * begin_s:
+                    usage = processes.process_usage(child.pid, with_bytes=True)
+                    assert usage is not None
+                    found.append(activity.sample(usage, int(clock[0] * 1e9), host))
+                    assert activity.moves <= found[-1]
+            return found[DISK_WAIT_SAMPLES:]
 
         try:
-            assert disk_samples(lambda number: HostCounters(number << 20, 0)) == [True, True]
-            assert disk_samples(lambda number: HostCounters(7 << 20, number << 11)) == [True, True]
-            assert disk_samples(lambda number: HostCounters(7 << 20, 7 << 20)) == [False, False]
+            assert all(last_samples(lambda at_s: (int(at_s) << 20, 0))), "a disk transfers data"
+            assert all(last_samples(lambda at_s: (int(at_s // 8) << 23, 0))), "8 MiB every eight seconds"
+            assert all(last_samples(lambda at_s: (7 << 20, int(at_s) << 11))), "a network file system"
+            assert not any(last_samples(lambda at_s: (7 << 20, 7 << 20))), "nothing"
+            assert not any(last_samples(lambda at_s: (int(at_s) << 12, 0))), "a log"
+            stops = last_samples(lambda at_s: (int(min(at_s, 14)) << 20, 0))
+            assert stops == sorted(stops, reverse=True) and 18 <= sum(stops) <= 26, "nothing more after two seconds"
+            unknown = last_samples(lambda at_s: (0, 0), begin_s=0)
+            assert unknown == sorted(unknown, reverse=True) and 16 <= sum(unknown) <= 20, "nothing in its first seconds"
         finally:
             with (tmp_path / "fifo").open("wb"):
                 pass
@@ -225,6 +238,8 @@ def test_a_sample_is_not_compared_with_one_before_a_skip() -> None:
             before = now
             time.sleep(0.2)
         activity, usage = ProcessActivity(child.pid), processes.process_usage(child.pid, with_bytes=True)
-        assert usage is not None and activity.sample(usage, 10**9, HostCounters())
+        host = HostCounters()
+        host.begin_sample(10**9)
+        assert usage is not None and activity.sample(usage, 10**9, host)
         activity.skip(usage, 2 * 10**9)
-        assert [activity.sample(usage, number * 10**9, HostCounters()) for number in range(3, 7)] == [False] * 4
+        assert [activity.sample(usage, number * 10**9, host) for number in range(3, 7)] == [False] * 4
