@@ -13,7 +13,9 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lockstep.base import waits
 from lockstep.base.folders import run_shm_dir
@@ -54,6 +56,8 @@ RELAY_CONNECT_S = 2.0
 """How long a worker tries to connect to a relay, which may be on a host that it cannot reach."""
 ORPHANED_EXIT_CODE = 75
 """Exit code of a worker whose controller is gone."""
+UNREACHABLE_EXIT_CODE = 70
+"""Exit code of a worker whose I/O thread has ended: a bug (EX_SOFTWARE of sysexits.h)."""
 
 
 class ControllerConnection:
@@ -127,6 +131,14 @@ class ControllerConnection:
             )  # fmt: skip
 
     def _run(self) -> None:
+        try:
+            self._stay_connected()
+        finally:  # without this thread, nobody can reach this worker, and it would wait for ever
+            if self._finished_at is None:
+                _write_log_line(f"exiting: the I/O thread ended unexpectedly\n{traceback.format_exc()}")
+                os._exit(UNREACHABLE_EXIT_CODE)
+
+    def _stay_connected(self) -> NoReturn:
         while True:
             if self._connection is None or time.monotonic() >= self._heartbeat_at:
                 self._follow_leader()
@@ -140,20 +152,11 @@ class ControllerConnection:
 
     def _select(self) -> None:
         """Waits for data to read or write, at most until the next heartbeat, reconnect or lease check."""
+        self._watch()
         connection = self._connection
-        if connection is not self._watched:
-            if self._watched is not None:
-                with contextlib.suppress(KeyError, ValueError):
-                    self._selector.unregister(self._watched)
-            self._watched = connection
-            if connection is not None:
-                self._selector.register(connection, selectors.EVENT_READ)
         if connection is None:
             timeout = max(0.0, min(self._connect_at - time.monotonic(), 0.1))
         else:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.modify(connection, events)
             timeout = max(0.0, min(self._heartbeat_at - time.monotonic(), HEARTBEAT_S))
         if self._unhandled_since is not None:
             timeout = min(timeout, SIGNAL_RETRY_S)
@@ -164,6 +167,24 @@ class ControllerConnection:
                     self._unhandled_since = time.monotonic()
         if connection is not None and connection in ready:
             self._exchange(connection)
+
+    def _watch(self) -> None:
+        """Makes the selector watch the connection. The main thread may close it at any moment, when a result cannot be
+        sent."""
+        connection = self._connection
+        if connection is not self._watched:
+            if self._watched is not None:
+                with contextlib.suppress(KeyError, ValueError):
+                    self._selector.unregister(self._watched)
+            self._watched = None
+        if connection is None:
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
+        try:
+            (self._selector.register if self._watched is None else self._selector.modify)(connection, events)
+        except (KeyError, ValueError, OSError) as error:
+            self._drop(connection, f"the connection cannot be watched ({error})")
+        self._watched = connection
 
     def _exchange(self, connection: Connection) -> None:
         try:

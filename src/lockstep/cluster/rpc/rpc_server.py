@@ -194,7 +194,13 @@ class RpcServer:
             self._reject(name, connection)
             return
         self._connections.add(connection)
-        self._selector.register(connection, selectors.EVENT_READ)
+        try:
+            self._selector.register(connection, selectors.EVENT_READ)
+        except KeyError:  # another thread has closed the one with this descriptor, and is about to report it
+            closed = self._selector.get_map()[connection.fileno()].fileobj
+            assert isinstance(closed, Connection)
+            self._drop(closed)
+            self._selector.register(connection, selectors.EVENT_READ)
 
     def _reject(self, name: str, connection: WorkerConnection) -> None:
         """Rejects an unknown worker. A worker that was given up while unreachable has been replaced, and must exit."""

@@ -1,5 +1,6 @@
 """The controller's I/O thread among many connections."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.base.transport import auth_handshake
+from lockstep.base.transport.frames import Connection
 from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.cluster.rpc.remote_worker import RemoteWorker
@@ -122,3 +124,24 @@ def test_a_broken_connection_is_replaced(hub: RpcServer) -> None:
         assert frame is not None and isinstance(unpack_to_worker(frame)[0], CallMessage), "open calls are resent"
         assert not pending.done()
         assert len(hub._connections) == 1
+
+
+def test_a_connection_may_have_the_descriptor_of_one_that_another_thread_has_just_closed(hub: RpcServer) -> None:
+    with ExitStack() as closing:
+        lower = os.open(os.devnull, os.O_RDONLY)  # for the socket of the second peer
+        first = Peer(hub, "first")
+        closing.callback(first.connection.close)
+        until(lambda: first.handle.connection is not None)
+        closed = first.handle.connection
+        assert isinstance(closed, Connection)
+        descriptor = closed.fileno()
+        os.close(lower)
+        closed.close()  # what a thread whose call cannot be sent does first
+        second = Peer(hub, "second")
+        closing.callback(second.connection.close)
+        until(lambda: second.handle.connection is not None)
+        assert isinstance(second.handle.connection, Connection)
+        assert second.handle.connection.fileno() == descriptor
+        assert first.handle.connection is None, "it is dropped"
+        second.handle.submit(Echo.say, "short")
+        assert isinstance(second.hear()[0], CallMessage)

@@ -59,6 +59,10 @@ class Service:
         hear = threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
         threading.Timer(0.2, hear.start).start()
         time.sleep(seconds)
+    def lose(self, seconds: float) -> None:
+        from lockstep.cluster.rpc.controller_connection import ControllerConnection
+        ControllerConnection._check_lease = lambda self: 1 / 0
+        time.sleep(seconds)
     def renew(self):
         self.total = 0
     def close(self):
@@ -83,6 +87,9 @@ class Protocol:
         raise NotImplementedError
 
     def miss(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def lose(self, seconds: float) -> None:
         raise NotImplementedError
 
 
@@ -202,6 +209,18 @@ def test_heartbeats_are_sent_while_a_call_runs(tmp_path: Path) -> None:
             line.hear(HeartbeatMessage, 15)
         # However late they arrive on a busy machine, the third leaves two seconds after the first.
         assert 2.0 <= time.monotonic() - began < 9.0
+
+
+def test_a_worker_that_nobody_can_reach_any_more_exits_and_says_why(tmp_path: Path) -> None:
+    """Its main thread computes, or waits for a call that can no longer arrive."""
+    with worker(tmp_path) as (listener, process):
+        line = Line(listener)
+        line.hear(ResultMessage)
+        line.call(FIRST, Protocol.lose, 600.0)
+        assert process.wait(10) == 70
+    log = (tmp_path / "log").read_text()
+    assert "exiting: the I/O thread ended unexpectedly" in log
+    assert "ZeroDivisionError" in log
 
 
 def test_a_worker_exits_in_order_without_its_controller(tmp_path: Path, stranger: subprocess.Popen) -> None:
