@@ -133,8 +133,9 @@ def _exited_early(context: DiagnosisContext, exited: dict[int, list[int]]) -> li
     graph = context.graph
     found: list[Hypothesis] = []
     for process, nodes in exited.items():
-        if context.note(process).ours:
-            continue
+        ended_at = float(context.evidence.processes.ended_at[process])
+        if context.note(process).ours or context.at - ended_at < context.thresholds.notice_s:
+            continue  # it may have ended in order, some moments after the others were observed
         counts = {node: _entry_counts(context, node) for node in nodes if graph.is_collective(node)}
         # Most members exited normally instead of entering, so those that entered made an extra call.
         extra = next((node for node, (now, out, size) in counts.items() if out > now and 2 * out > size), None)
@@ -154,7 +155,7 @@ def _exited_early(context: DiagnosisContext, exited: dict[int, list[int]]) -> li
                 "has ended with exit code 0 while others still wait for it",
                 (process,),
                 node=node,
-                since=float(context.evidence.processes.ended_at[process]),
+                since=ended_at,
                 cause=cause.name,
                 alternatives=cause.alternatives,
                 facts=(Fact(f"{context.name(process)}: exit code 0", "its parent"),),
@@ -365,14 +366,25 @@ def find_waits_without_blocker(context: DiagnosisContext) -> list[Hypothesis]:
                 continue
             hypothesis = _unwatched_ranks(edge, since) if edge.unwatched else _complete_rendezvous(edge, since, level)
         else:
+            begun = _idle_since(context, edge, since)
+            if context.at - begun < context.thresholds.notice_s:
+                continue  # it has an answer, which it had not seen when it was observed
+            proven = proven_inactive(context, edge.process, begun)
+            answers = {"past_limit": proven, "by_elimination": True}
             hypothesis = Hypothesis(
-                VerdictKind.STARVED, level, answers | {"by_elimination": True}, "waits for processes that are idle",
+                VerdictKind.STARVED, level_of(proven), answers, "waits for processes that are idle",
                 node=node, since=since, others=(edge.process, *edge.on),
                 details="None of these processes is handling its request.",
                 collect=("the last requests that the idle processes received",),
             )  # fmt: skip
         found.append(hypothesis)
     return found
+
+
+def _idle_since(context: DiagnosisContext, edge: WaitEdge, since: float) -> float:
+    """Since when a process has waited, at `since` the earliest, while all processes that it waits for were idle."""
+    idle = [float(context.idle_waits[process].since) for process in edge.on if process in context.idle_waits]
+    return max([since, *(each for each in idle if np.isfinite(each))])
 
 
 def _unwatched_ranks(edge: WaitEdge, since: float) -> Hypothesis:

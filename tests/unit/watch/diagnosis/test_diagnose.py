@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable, WaitEdge
@@ -429,6 +430,14 @@ def test_a_rank_that_exited_early_is_the_culprit() -> None:
     verdict = check(diagnose(snapshot(policy(4, p1=left), [fsdp(since=8.0)])), VerdictKind.DEAD, ["policy-1"])
     assert "ended with exit code 0" in verdict.explanation
     assert verdict.alternatives[0].what == "uneven_data"
+
+
+def test_a_rank_that_has_just_exited_may_have_done_so_in_order() -> None:
+    """The other one, which has waited for long, was observed some moments before it could see that."""
+    just = One("policy-1", Liveness.EXITED, 0, AT - 0.5)
+    assert diagnose(snapshot(policy(4, p1=just), [fsdp(since=30.0)])) == []
+    early = replace(just, ended=AT - 3.1)
+    check(diagnose(snapshot(policy(4, p1=early), [fsdp(since=30.0)])), VerdictKind.DEAD, ["policy-1"])
 
 
 def test_an_extra_call_at_the_end_of_the_job() -> None:
@@ -938,6 +947,27 @@ def test_a_process_that_waits_for_idle_processes_is_starved() -> None:
     ranks = [One("controller"), One("policy-0")]
     edges = [wait(0, 1, kind="call", why="step 7"), wait(1, 0, why="the next call", idle=True)]
     check(diagnose(snapshot(ranks, [], edges)), VerdictKind.STARVED, [])
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "level"),
+    [
+        (0.04, None),
+        (2.9, None),
+        (3.1, VerdictLevel.NOTICE),
+        (39.0, VerdictLevel.NOTICE),
+        (41.0, VerdictLevel.CONFIRMED),
+    ],
+)
+def test_a_process_is_not_starved_before_what_it_waits_for_has_been_idle_for_as_long(
+    idle_s: float, level: VerdictLevel | None
+) -> None:
+    """A worker has just answered; its client had not seen that yet when it was observed, some milliseconds earlier."""
+    ranks = [One("controller", still=600.0), One("policy-0", still=idle_s)]
+    answered = replace(wait(1, 0, why="the next call", idle=True), since=AT - idle_s)
+    edges = [replace(wait(0, 1, kind="call", why="step 7"), since=AT - 600.0), answered]
+    found = diagnose(snapshot(ranks, [], edges))
+    assert [each.level for each in found] == ([level] if level is not None else [])
 
 
 def test_waits_of_background_threads_block_no_process() -> None:
