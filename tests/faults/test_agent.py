@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep.base import waits
 from lockstep.base.folders import new_run_id, run_shm_dir
 from lockstep.base.transport import auth_handshake
 from lockstep.base.transport.frames import HandshakeRefused, WireError
@@ -179,6 +180,17 @@ def test_ends_are_reported_with_exit_codes_and_last_output(site: Site, preload: 
     assert {(f.name, f.alive, f.exit_code, f.warm) for f in facts} == {
         (how.replace(" ", "-"), False, code, bool(preload)) for how, (code, _) in ENDS.items()
     }
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_no_request_waits_for_a_client_whose_thread_has_failed(site: Site) -> None:
+    client = AgentClient(site.client.address, TOKEN, on_exit=lambda end: print(1 / 0))
+    site.spawn("ends", "exit", "0")
+    waits.poll(lambda: not client.alive or None, kind="test", waits_for="client", why="its end", timeout_s=30)
+    with pytest.raises(AgentGone, match="its thread ended unexpectedly"):
+        client.list()
+    client.close()
+    assert [each.exit_code for each in site.client.list()] == [0], "the agent is well"
 
 
 @WARM

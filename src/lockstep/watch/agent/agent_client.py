@@ -279,6 +279,15 @@ class AgentClient:
         return connection
 
     def _listen(self) -> None:
+        try:
+            self._receive()
+        finally:  # whatever ends this thread, nobody waits for it
+            self._fail(
+                AgentGone("request", "the client was closed" if self._closed else "its thread ended unexpectedly")
+            )
+
+    def _receive(self) -> None:
+        """Handles the agent's messages until the client is closed or the agent is gone."""
         while not self._closed:
             try:
                 if self._heartbeat is not None and self._heartbeat.tick():
@@ -296,7 +305,6 @@ class AgentClient:
             elif self._heartbeat is not None and self._heartbeat.too_long:
                 self._gone = AgentGone("request", self._why_gone() or "")
                 break
-        self._fail(self._gone or AgentGone("request", "the client was closed"))
 
     def _handle_message(self, message: dict[str, Any]) -> None:
         if "event" in message:
