@@ -85,7 +85,9 @@ class VerdictTracker:
                 changes.append(VerdictUpdate(tracked.number, VerdictChange.NEW, verdict, at, at))
                 continue
             tracked.seen_at = at
-            if _level_index(verdict) < _level_index(tracked.verdict):  # a later diagnosis does not weaken a proof
+            if _level_index(verdict) < _level_index(tracked.verdict):
+                if verdict.level is VerdictLevel.NOTICE:
+                    continue  # a proof stands: collecting evidence of a process may make it active for a moment
                 verdict = replace(verdict, level=tracked.verdict.level)
             changed = _reportable_content(verdict) != _reportable_content(tracked.verdict)
             tracked.verdict = verdict

@@ -38,6 +38,21 @@ def test_a_confirmed_verdict_stays_confirmed() -> None:
     assert tracker.standing[0].level is VerdictLevel.CONFIRMED
 
 
+def test_a_proof_is_not_replaced_by_a_guess_about_the_same_process() -> None:
+    """Collecting evidence about an inactive process may make it active for a moment."""
+    tracker = VerdictTracker(hold_s=1.5)
+    confirmed = replace(NOTICE, level=VerdictLevel.CONFIRMED, confidence=0.78)
+    tracker.update([confirmed], 0.0)
+    guess = replace(NOTICE, kind=VerdictKind.SLOW, confidence=0.3)
+    assert told(tracker, [guess], 0.2) == []
+    assert tracker.standing == [confirmed]
+    tracker.acted(1)
+    assert told(tracker, [guess], 0.4) == []
+    assert tracker.standing == [replace(confirmed, level=VerdictLevel.ACT)]
+    assert told(tracker, [guess], 1.8) == [], "it still holds"
+    assert told(tracker, [], 3.4) == [(1, VerdictChange.WITHDRAWN, VerdictLevel.ACT)]
+
+
 def test_a_verdict_that_no_longer_holds_is_withdrawn() -> None:
     tracker = VerdictTracker(hold_s=1.5)
     tracker.update([NOTICE], 0.0)
