@@ -61,13 +61,15 @@ _ACTIVITY_CLASSES = (
     (
         "slow_rank_preprocess",
         re.compile(
-            r"(?i)tokeniz|tokenis|preprocess|\bmap\b|filter|download|compil|building|loading|load_|packing|cache|prepar"
+            r"(?i)(?:next|get|read|load)_(?:sample|example|item|row)|__getitem__|tokeniz|tokenis|preprocess|\bmap\b|filter|download|compil|building|loading|load_|packing|cache|prepar"
             r"|index|decompress|shuffl|warm|fetch|autotun|jit"
         ),
     ),
     ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
 )
 """Failure classes, each with a pattern for what a rank does while its peers wait for it; the first match counts."""
+_METRIC = re.compile(r"[\w./-]+=-?\d[\d.e+-]*(?![\w%/])")
+"""A metric with its value: `failed_samples=0` does not say that the rank samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,4 +220,5 @@ def main_stack_by_rank(history: JobHistory) -> Mapping[int, LoggedStack]:
 
 def class_of_activity(text: str) -> str | None:
     """Returns the failure class suggested by function names or by a log line of a rank."""
+    text = _METRIC.sub("", text)
     return next((cls for cls, pattern in _ACTIVITY_CLASSES if pattern.search(text)), None)

@@ -74,6 +74,12 @@ _RANK = r"(?:[Gg]lobal[_ ]?)?(?:rank|Rank|RANK)"
 _PART = r"(?:local|node|group|[A-Z]{2}|tensor|pipeline|data|expert|model)"
 """Kinds of rank that number only a part of the job."""
 _LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
+_TOLD_OF = (
+    r"(?:is|was|has|had|have|did|does|died|failed|timed|never|not|no|exited|crashed|killed|lost|missing|stopped|hung|hangs"
+    r"|stuck|terminated|joined|left|got|ran|hit|cannot|could|can|also|and|or|of|on|at|to|from|with|by|in|reports?|reported"
+    r"|raised|entered|waits?|waited|waiting|will|seems|took)\b|->"
+)
+"""Words after a rank with which somebody else tells of it."""
 _HOST = (
     r"(?:\d{1,3}(?:\.\d{1,3}){3}"
     r"|(?=[\w.-]{0,62}\d)(?=[\w.-]{0,62}[-.]|[a-z]{1,60}\d{2,}|[a-z]{1,5}\d{1,60}\b)[A-Za-z][\w.-]{2,62})"
@@ -117,6 +123,8 @@ _PREFIX = re.compile(
     r"|[DIWECF] (?=\d{4}[-/]\d\d[-/])"
     r"|[-|] [\w.<>-]{2,60}(?::[\w<>.]+:\d+)?(?=\s*\||\s+- )"
     r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|stage|process|task|trainer|proc) (?P<named>\d{1,5}):(?= )"
+    rf"|(?<=[\d\])A-Z:|-] ){_RANK}[ =#](?P<told>\d{{1,6}})(?= (?!{_TOLD_OF})\S)"
+    rf"|(?<=[\d\]):] ){_LEVEL}(?= \S)"
     rf"|{_LEVEL}:? r(?P<leveled>\d{{1,5}})(?=[: ])"
     r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
     r"|\[[\w./<>-]{2,60}(?::\d+)?(?::[\w<>]+)?\](?=\[|\s-\s|\s\[|\s\d{4}-\d\d-)|- (?=\[)"
@@ -221,7 +229,8 @@ def origin_of_line(line: str, learned: Forms) -> tuple[LineOrigin, int]:
     return origin, at
 
 
-_RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named", "leveled")
+_RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named", "leveled",
+                "told")  # fmt: skip
 _LABEL_GROUPS = ("role", "mpi", "slurm")
 _PID_GROUPS = ("npid", "wpid", "bpid", "gpid", "rpid")
 _HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "syslog", "rfc", "rhost", "bhost", "mpihost")

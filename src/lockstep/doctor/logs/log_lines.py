@@ -271,3 +271,23 @@ def is_supposition(line: str, at: int) -> bool:
     """Whether position `at` of a line is in a list of possible causes or consequences, printed by a library that does
     not know which of them applies."""
     return _CAUSE_LIST.search(line, 0, at) is not None
+
+
+_NEXT_TRY = r"(?:second|third|next|last|other|\d{1,2}(?:nd|rd|th)) (?:try|attempt|request|call)"
+_OVERCOME = re.compile(
+    rf"(?i)\b{_NEXT_TRY} (?:worked|succeeded|passed|went through|was (?:ok|fine|answered))\b"
+    rf"|\b(?:worked|succeeded|recovered|answered|reconnected) (?:after|on|at|with) (?:the |a )?"
+    rf"(?:{_NEXT_TRY}|attempt|retry|\d+ (?:attempts|retries|tries))\b|\bretry (?:worked|succeeded)\b"
+)
+"""How a line tells that what failed at first was done at last."""
+RETRIES = r"\bRetrying \(Retry\(total=[1-9].*"
+"""urllib3's report that it will try again, in which it names the exception. If that fails too, it raises another."""
+_RETRIES = re.compile(RETRIES)
+
+
+def is_overcome(line: str, role: str) -> bool:
+    """Whether a line itself says that the failure which a rule of this role finds in it was overcome, or, of a rule for
+    what a failure leads to, that its process tries again."""
+    if role == "victim" and _RETRIES.search(line):
+        return True
+    return role in ("cause", "sign", "victim") and _OVERCOME.search(line) is not None

@@ -233,14 +233,14 @@ class LogParser:
 
     def _match(self, rule: FailureRule, page: Page, number: int, start: int, line: str, begin: int, origin: LineOrigin,
                when: float | None) -> None:  # fmt: skip
-        kinds = rule.signature.kinds
+        kinds, role = rule.signature.kinds, rule.signature.role
         if kinds and log_lines.kind_of_line(self.log.kind, line) not in kinds:
             return
         text = line
         if rule.signature.lines > 1:
             text = "\n".join(each for _, each in self._lines_of_origin(page, number, start, rule.signature.lines))
         found = rule.match(text)
-        if found is None:
+        if found is None or log_lines.is_overcome(line, role):
             return
         when = self._time_before(page, start) if when is None else when
         at = found.start()

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.doctor.logs.line_origin import UNKNOWN_ORIGIN, LineOrigin
+from lockstep.doctor.logs.log_lines import RETRIES
 
 TRACEBACK_START = "Traceback (most recent call last)"
 UNHANDLED_TASK = "Unhandled error (suppress with"
@@ -40,7 +41,7 @@ TIMEOUT_MESSAGE = re.compile(
 PEER_LOST_MESSAGE = re.compile(
     r"(?i)connection (?:closed|reset|refused) by|connection reset|remote(?: |_)?(?:peer|process|error)|broken pipe"
     r"|ncclRemoteError|NCCL communicator was aborted|socket ?timeout|read error \[|socket closed|Connection was likely"
-    r"|connectFullMesh"
+    r"|connectFullMesh|failed to connect, willRetry="
 )
 _WRAPPER_EXCEPTIONS = re.compile(
     r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|EngineDead|EngineGenerateError|ProcessExitedException"
@@ -59,7 +60,7 @@ _TROUBLE_WORDS = re.compile(
 _NO_TROUBLE = re.compile(
     r"(?i)\b(?:0|no|zero) (?:\w+ )?(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b"
     r"|\b(?:errors?|fail(?:ed|ures?)|aborted|crashed|killed)\b\W{0,2}[=:] ?0\b"
-    r"|\b(?:Task)?CancelledError\b|\bSystemExit: 0$"
+    rf"|(?-i:{RETRIES})|\b(?:Task)?CancelledError\b|\bSystemExit: 0$"
     r"|^(?:\[(?:rank|default)\d+\]:)?\[I\d{4} .*"
 )
 """A count of no errors, an exit as intended, or a line that a C++ library logs as information."""

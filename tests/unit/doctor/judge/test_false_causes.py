@@ -279,3 +279,65 @@ def test_an_announced_number_of_steps_is_no_progress(tmp_path: Path) -> None:
     error = "AssertionError: Dynamo only supports FSDP with use_orig_params=True"
     assert judged(tmp_path, job=[*head, *raised(0, error)]).cause == "config_error"
     assert judged(tmp_path, job=[*head, *steps(0, 9), *raised(0, error)]).cause != "config_error"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING:urllib3.connectionpool:Retrying (Retry(total=2)) after connection broken by "
+        "'ConnectionResetError(104, 'Connection reset by peer')': /api/x",
+        "WARNING reward server refused a connection, second try worked",
+        "judge endpoint timed out but answered on the third attempt",
+    ],
+)
+def test_a_line_that_tells_of_another_try_ends_no_job(tmp_path: Path, line: str) -> None:
+    assert judged(tmp_path, job=[*steps(0, 9), line, "Weights are in out/. See you."]).cause == "benign"
+
+
+def test_the_last_retry_is_no_success(tmp_path: Path) -> None:
+    line = "WARNING reward server refused a connection, second try failed, giving up"
+    assert judged(tmp_path, job=[*steps(0, 9), line]).cause == "remote_service_timeout"
+
+
+def test_a_rank_refused_by_a_process_of_its_own_host_is_not_the_first_that_failed(tmp_path: Path) -> None:
+    refused = (
+        "[rank3]: RuntimeError: failed to connect, willRetry=0, retry=3, rank=3, size=4, local=[10.7.0.4]:3312, "
+        "remote=[10.7.0.4]:2154, error=SO_ERROR: Connection refused, remote=[10.7.0.4]:2154"
+    )
+    verdict = judged(tmp_path, job=[refused, *raised(1, "KeyError: 'label'")])
+    assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [1]
+
+
+def test_a_full_disk_is_not_shared_memory_because_of_the_name_of_a_folder(tmp_path: Path) -> None:
+    line = "OSError: [Errno 28] No space left on device: '/root/.cache/vllm/torch_compile_cache/a/rank_0_0'"
+    assert judged(tmp_path, job=[*steps(0, 9), *raised(0, line)]).cause == "storage_fault"
+    shared = "RuntimeError: unable to write: No space left on device: '/torch_4120_91'"
+    assert judged(tmp_path / "shared", job=[*steps(0, 9), *raised(0, shared)]).cause == "shm_too_small"
+
+
+def test_a_size_that_the_peer_did_not_send_explains_an_absurd_allocation(tmp_path: Path) -> None:
+    absurd = (
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:114] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 4611686018427387904 bytes. Error code 12 (Cannot allocate memory)"
+    )
+    sizes = "RuntimeError: [enforce fail at pair.cc:454] op.preamble.length <= op.nbytes. 8192 vs 4096"
+    verdict = judged(tmp_path, job=[*steps(0, 9), *raised(1, absurd), *raised(0, sizes)])
+    assert verdict.cause == "rank_divergent_branch"
+
+
+def test_a_rank_named_where_somebody_tells_of_it_is_the_culprit(tmp_path: Path) -> None:
+    told = {
+        "host_oom": "launcher: the process of rank 2 was killed by the kernel's OOM killer (pid 4412)",
+        "uneven_data": "[2026-11-21 14:20:00] WARNING loader: rank 2 ran out of batches, the others have 4 more",
+    }
+    waits = [line for rank in (0, 1, 3) for line in watchdog(rank, 21)]
+    for cause, line in told.items():
+        verdict = judged(tmp_path / cause, job=[*steps(0, 9), line, *(waits if cause == "uneven_data" else [])])
+        assert verdict.cause == cause and [each.rank for each in verdict.culprits] == [2]
+
+
+def test_a_traceback_with_the_level_on_each_line_is_of_the_rank_of_its_file(tmp_path: Path) -> None:
+    stamp = "2026-11-21 14:10:20 ERROR "
+    lines = [f"{stamp}{each.removeprefix('[rank1]: ')}" for each in raised(1, "TypeError: 'NoneType' is no list")]
+    verdict = judged(tmp_path, rank0=[*steps(0, 9), *watchdog(0, 9)], rank1=[*steps(1, 9), *lines])
+    assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [1]

@@ -7,7 +7,7 @@ branches or had different amounts of data. If a rank did not wait, its activity 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.doctor.judge.collective_waits import (
     CollectiveWait,
@@ -19,7 +19,7 @@ from lockstep.doctor.judge.culprits import ended_by_signal, likely_first_failure
 from lockstep.doctor.judge.hypotheses import Candidate
 from lockstep.doctor.judge.job_history import JobHistory
 from lockstep.doctor.logs.parsed_log import TailLine
-from lockstep.doctor.logs.stack_traces import is_primary
+from lockstep.doctor.logs.stack_traces import is_primary, names_trouble
 from lockstep.doctor.logs.step_progress import last_step_by_rank
 from lockstep.watch.diagnosis.verdict import Fact
 
@@ -29,6 +29,8 @@ _FINAL_PHASE = re.compile(
 
 
 _PAIR = 2
+_LEFT_EARLY = ("broadcast", "reduce", "gather", "scatter")
+"""Operations that a rank may complete before all have entered them."""
 _TIMEOUT = re.compile(r"Timed out waiting (\d+)ms")
 _MOST_OF_WAIT = 0.7
 _LAST_LINES = 12
@@ -103,7 +105,9 @@ def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
     if not waiting.timed_out:
         yield from _left_early(waiting)
         return
-    behind = _ranks_behind(waiting)
+    entered = _without_ahead(waiting)
+    behind = _ranks_behind(entered) or _ranks_behind(waiting)
+    waiting = entered if behind or waiting.absent else waiting
     groups = _waits_by_place(waiting)
     if behind:
         yield from _never_entered(waiting, behind)
@@ -113,6 +117,17 @@ def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
         yield from _absent_ranks(waiting)
     elif len(waiting.waits) > 1:
         yield from _all_in_one_place(waiting)
+
+
+def _without_ahead(waiting: WaitingRanks) -> WaitingRanks:
+    """Leaves out the ranks that wait one operation after a broadcast or the like in which others wait: its root, for
+    example, does not wait for all, so that a rank that has not entered it also stops those that have left it."""
+    numbered = {rank: each.seq for rank, each in waiting.waits.items() if each.timed_out and each.seq is not None}
+    first = min(numbered.values(), default=0)
+    if any(waiting.waits[rank].operation not in _LEFT_EARLY for rank, seq in numbered.items() if seq == first):
+        return waiting
+    kept = {rank: each for rank, each in waiting.waits.items() if numbered.get(rank) != first + 1}
+    return replace(waiting, waits=kept)
 
 
 def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
@@ -250,7 +265,7 @@ def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[st
     logged_meanwhile = False
     for rank in ranks:
         for each in reversed(_last_lines(waiting.history, rank)):
-            if _RUNTIME_LINE.search(each.text):
+            if _RUNTIME_LINE.search(each.text) or names_trouble(each.text):
                 continue
             during = began is not None and each.when is not None and each.when > began + 1.0
             during = during or rank in waiting.late

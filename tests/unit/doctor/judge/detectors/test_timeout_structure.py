@@ -243,3 +243,32 @@ def test_the_death_of_a_process_is_no_setting(tmp_path: Path) -> None:
     library = ("/venv/lib/python3.11/site-packages/datasets/utils.py", 617, "check", "raise RuntimeError(")
     verdict = judged(tmp_path, job=raised(0, "RuntimeError: a reader died during the map", library))
     assert verdict.cause == "rank_exception_masked"
+
+
+def test_the_root_of_a_broadcast_waits_one_operation_later_for_the_same_rank(tmp_path: Path) -> None:
+    waits = [*watchdog(0, 31), *watchdog(1, 30, "BROADCAST"), *watchdog(3, 30, "BROADCAST")]
+    verdict = judged(tmp_path, job=[*(line for rank in range(4) for line in steps(rank, 9)), *waits])
+    assert ranks(verdict) == [2] and verdict.cause == "unknown"
+    behind = [*waits, *state(0, 31, 30), *state(1, 30, 29), *state(2, 29, 29), *state(3, 30, 29)]
+    assert ranks(judged(tmp_path / "states", job=behind)) == [2]
+    alone = judged(tmp_path / "alone", job=[line for line in waits if "[rank0]" not in line])
+    assert 0 not in ranks(alone)
+    assert ranks(judged(tmp_path / "two", job=[*watchdog(0, 31), *watchdog(1, 30, "ALLGATHER"), *waits[2:]])) != [2]
+
+
+def test_a_metric_is_no_activity_and_trouble_no_slow_work(tmp_path: Path) -> None:
+    def judge(folder: str, last: str, second: int = 8) -> Verdict:
+        late = f"2026-11-21 14:10:{second:02d},000 [rank 1] {last}"
+        return judged(tmp_path / folder, rank0=[*steps(0, 9), *watchdog(0, 9, at="14:20:10")], rank1=[late])
+
+    assert judge("metric", "INFO loss 0.5 failed_samples=0 reward=0.31").cause != "slow_collective_timeout"
+    assert judge("share", "INFO scoring answers=41%").cause == "slow_collective_timeout"
+    stale = judge("trouble", "WARNING OSError: [Errno 116] Stale file handle: '/nfs/a', trying once more", 30)
+    assert stale.cause == "storage_fault" and ranks(stale) == [1]
+
+
+def test_a_rank_that_reads_its_next_sample_prepares_data(tmp_path: Path) -> None:
+    waiting = ("all_reduce (torch/distributed/distributed_c10d.py:2810)", "main (/home/u/train.py:9)")
+    reading = ("read (/home/u/tar.py:19)", "next_sample (/home/u/tar.py:31)", "main (/home/u/train.py:7)")
+    verdict = judged(tmp_path, rank0=_taken(0, *waiting), rank1=_taken(1, *waiting), rank2=_taken(2, *reading))
+    assert verdict.cause == "slow_rank_preprocess" and ranks(verdict) == [2]
