@@ -53,7 +53,7 @@ def command(
             "--redact",
             metavar="BUNDLE",
             help="Also write a bundle for a bug report, a folder or BUNDLE.zip: the files without hosts, addresses, "
-            "users, paths, run names and secrets.",
+            "users, paths, run names and secrets. The answer, also with --html and --json, is that of the bundle.",
         ),
     ] = None,
     force: Annotated[
@@ -119,44 +119,67 @@ def command(
         TERMINAL.refuse(ValueError("--class and --culprit belong to --share-case FOLDER"))
         raise typer.Exit(REFUSED)
     answer = _answer(paths, rules or [], ranks, world_size)
+    written: list[str] = []
+    shown = _write_bundle(answer, redact, force, written) if redact is not None else answer
     if html is not None:
-        from lockstep.doctor.output.answer_page import answer_page
-
-        try:
-            html.write_text(answer_page(answer), encoding="utf-8")
-        except OSError as error:
-            TERMINAL.refuse(error)
-            raise typer.Exit(REFUSED) from error
+        _write_page(shown, html)
     if as_json:
-        typer.echo(json.dumps(answer.json(), indent=2))
+        typer.echo(json.dumps(shown.json(), indent=2))
     else:
-        _show(answer)
-    if redact is not None or share_case is not None:
-        _write_redacted(answer, redact, share_case, force, cause, culprits or [])
+        _show(shown)
+    if share_case is not None:
+        _share(answer, share_case, cause, culprits or [], written)
+    _say(written)
 
 
-def _write_redacted(
-    answer: "JobAnswer", bundle: Path | None, corpus: Path | None, force: bool, cause: str | None, culprits: list[str]
-) -> None:
-    """Writes the bundle and the case, and says on standard error what is in them. Exits if one is refused."""
-    from lockstep.doctor.bundle.case_bundle import share_case, write_bundle
-    from lockstep.report.safe_console import SafeConsole
+def _write_bundle(answer: "JobAnswer", bundle: Path, force: bool, written: list[str]) -> "JobAnswer":
+    """Writes the bundle and returns its answer, which is all that the command shows then. Exits if it is refused.
 
-    console = SafeConsole(stderr=True, soft_wrap=True)
+    Args:
+        written: Gets lines that say what is in the bundle.
+    """
+    from lockstep.doctor.bundle.case_bundle import write_bundle
+
     try:
-        if bundle is not None:
-            written = write_bundle(answer, bundle, force=force)
-            for line in written.lines:
-                console.print(line, markup=False)
-        if corpus is not None:
-            name, written = share_case(answer, corpus, cause=cause, culprits=culprits)
-            for line in written.lines:
-                console.print(line, markup=False)
-            unconfirmed = "" if cause else "; confirm its class: give --class, or edit truth.json"
-            console.print(f"added as jobs/{name}{unconfirmed}", markup=False)
+        found = write_bundle(answer, bundle, force=force)
     except (ValueError, OSError) as error:
         TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
+    written += found.lines
+    return found.answer
+
+
+def _write_page(answer: "JobAnswer", file: Path) -> None:
+    from lockstep.doctor.output.answer_page import answer_page
+
+    try:
+        file.write_text(answer_page(answer), encoding="utf-8")
+    except OSError as error:
+        TERMINAL.refuse(error)
+        raise typer.Exit(REFUSED) from error
+
+
+def _share(answer: "JobAnswer", corpus: Path, cause: str | None, culprits: list[str], written: list[str]) -> None:
+    """Adds the case to the corpus. Exits if it is refused, after saying what was written before."""
+    from lockstep.doctor.bundle.case_bundle import share_case
+
+    try:
+        name, found = share_case(answer, corpus, cause=cause, culprits=culprits)
+    except (ValueError, OSError) as error:
+        _say(written)
+        TERMINAL.refuse(error)
+        raise typer.Exit(REFUSED) from error
+    unconfirmed = "" if cause else "; confirm its class: give --class, or edit truth.json"
+    written += [*found.lines, f"added as jobs/{name}{unconfirmed}"]
+
+
+def _say(lines: list[str]) -> None:
+    """Prints lines on standard error."""
+    from lockstep.report.safe_console import SafeConsole
+
+    console = SafeConsole(stderr=True, soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False)
 
 
 def _answer(paths: list[str], rules: list[Path], ranks: str | None, world_size: int | None) -> "JobAnswer":

@@ -19,7 +19,7 @@ from lockstep.doctor.bundle.redaction import Redactor
 from lockstep.doctor.knowledge.knowledge_schema import FailureClass
 from lockstep.doctor.logs.log_sources import CollectedSources, collect_sources, open_streams
 from lockstep.doctor.logs.parsed_log import ParsedLog
-from lockstep.doctor.output.job_answer import JobAnswer, answer_job
+from lockstep.doctor.output.job_answer import JobAnswer, judge_files
 from lockstep.doctor.runs.run_outcome import RECORD_FILE, record_text
 from lockstep.ledger.run_folder import CONFIG_FILE, SUMMARY_FILE
 from lockstep.watch.diagnosis.verdict import Culprit, Verdict
@@ -47,8 +47,8 @@ class WrittenBundle:
         left_out: Files that are not in it, with the reason.
         replaced: The number of names that were replaced.
         secrets: The number of secrets that were hidden.
-        verdict: The verdict of the redacted files.
-        same: Whether its class is that of the original.
+        answer: What the redacted files say. All its names are substitutes.
+        original: The class of the original.
     """
 
     path: Path
@@ -56,9 +56,17 @@ class WrittenBundle:
     left_out: tuple[str, ...]
     replaced: int
     secrets: int
-    verdict: Verdict
+    answer: JobAnswer
+    original: str
 
-    same: bool
+    @property
+    def verdict(self) -> Verdict:
+        return self.answer.verdict
+
+    @property
+    def same(self) -> bool:
+        """Whether the class of the redacted files is that of the original."""
+        return self.verdict.cause == self.original
 
     @property
     def lines(self) -> list[str]:
@@ -69,7 +77,7 @@ class WrittenBundle:
         )
         found = [f"wrote {self.path}: {counts}", *(f"not in it: {each}" for each in self.left_out)]
         if not self.same:
-            found.append(f"note: without the names its class is {self.verdict.cause}")
+            found.append(f"note: its class is {self.verdict.cause}, that of the original {self.original}")
         return [*found, "Look through it before you share it: a name of an unusual form may have stayed."]
 
 
@@ -208,11 +216,9 @@ def _write_files(answer: JobAnswer, folder: Path, target: Path, redactor: Redact
     files = sum(each.is_file() for each in folder.rglob("*"))
     if not files:
         raise BundleRefused(f"{', '.join(answer.paths)}: no text to write; left out: {'; '.join(left_out)}")
-    verdict = answer_job([str(folder)]).verdict
     left = tuple(redactor.text(each) for each in left_out)
-    return WrittenBundle(
-        target, files, left, len(redactor.names), redactor.secrets, verdict, verdict.cause == answer.verdict.cause
-    )
+    found_again = judge_files([str(folder)], answer.rules, ranks=answer.ranks, world_size=answer.world_size)
+    return WrittenBundle(target, files, left, len(redactor.names), redactor.secrets, found_again, answer.verdict.cause)
 
 
 def _redactor_of(answer: JobAnswer) -> Redactor:

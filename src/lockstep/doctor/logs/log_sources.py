@@ -26,6 +26,7 @@ from typing import IO, Any
 from lockstep.base import waits
 from lockstep.base.wait_state import WaitTimeout
 from lockstep.doctor.logs.issue_text import log_blocks
+from lockstep.doctor.logs.record_streams import plain_blocks
 
 MAX_ZIP_BYTES = 256 << 20
 """Limit for a zip file inside another archive. It is held in memory, because its directory is at its end."""
@@ -327,7 +328,7 @@ def open_streams(sources: Sequence[LogSource], gaps: list[str]) -> Iterator[tupl
     for (path, packed), group in groupby(sources, key=lambda each: (each.path, bool(each.inside))):
         if path is None or not packed:
             for each in group:
-                yield each, log_blocks(each.name, _note_errors(each, gaps, _read_whole(each, gaps)))
+                yield each, log_blocks(each.name, plain_blocks(_note_errors(each, gaps, _read_whole(each, gaps))))
             continue
         try:
             with path.open("rb") as raw:
@@ -384,7 +385,7 @@ def _read_archive(
             with closing(opened()) as stream:
                 if len(same[0].inside) == depth + 1:
                     blocks = _read_bounded(decompressed(stream), same[0], gaps)
-                    yield same[0], log_blocks(same[0].name, _note_errors(same[0], gaps, blocks))
+                    yield same[0], log_blocks(same[0].name, plain_blocks(_note_errors(same[0], gaps, blocks)))
                 else:
                     yield from _read_archive(stream, member, same, depth + 1, gaps)
         except ARCHIVE_ERRORS as error:

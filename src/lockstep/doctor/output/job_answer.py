@@ -1,7 +1,7 @@
 """What `lockstep explain` answers about the files of a job: the one form that text, JSON, page and bundle show."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class JobAnswer:
         run: The record of a run of ours; None for other jobs.
         environment: Findings about the environment variables of the newest incident.
         gaps: What could not be read.
+        ranks, world_size: With what the dumps were read, see `judge_files`.
     """
 
     paths: tuple[str, ...]
@@ -73,6 +74,8 @@ class JobAnswer:
     run: RunRecord | None = None
     environment: Sequence[str] = ()
     gaps: Sequence[str] = ()
+    ranks: str | None = None
+    world_size: int | None = None
 
     @property
     def healthy(self) -> bool:
@@ -97,8 +100,25 @@ def answer_job(
     """Explains a job, or a run of ours.
 
     Args:
-        paths: Files and folders; "-" is standard input.
         folders: Folders of further knowledge files.
+
+    For the other arguments and the errors see `judge_files`.
+    """
+    return judge_files(paths, load_knowledge(*folders), ranks=ranks, world_size=world_size, progress=progress)
+
+
+def judge_files(
+    paths: Sequence[str],
+    rules: KnowledgeBase,
+    *,
+    ranks: str | None = None,
+    world_size: int | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> JobAnswer:
+    """Explains a job, or a run of ours, with rules that are loaded already.
+
+    Args:
+        paths: Files and folders; "-" is standard input.
         ranks: Pattern for the rank in the names of dumps.
         world_size: Number of ranks; None takes it from the dumps.
         progress: Called with the files that are read, their number, and the bytes read.
@@ -107,12 +127,11 @@ def answer_job(
         ValueError: A path does not exist, there is nothing to read, or a file violates its format.
         LedgerError: The ledger of a run is damaged.
     """
-    rules = load_knowledge(*folders)
     own = run_outcome.find_run_folder(Path(paths[0])) if len(paths) == 1 else None
     if own is not None:
         return _answer_run(own, rules, progress)
     explained = judge_job(read_job(paths, rules, ranks=ranks, world_size=world_size, progress=progress), rules)
-    return _answer_explanation(tuple(paths), explained)
+    return replace(_answer_explanation(tuple(paths), explained), ranks=ranks, world_size=world_size)
 
 
 def _answer_explanation(paths: tuple[str, ...], explained: Explanation) -> JobAnswer:
