@@ -68,7 +68,7 @@ _ACTIVITY_CLASSES = (
     ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
 )
 """Failure classes, each with a pattern for what a rank does while its peers wait for it; the first match counts."""
-_METRIC = re.compile(r"[\w./-]+=-?\d[\d.e+-]*(?![\w%/])")
+_METRIC = re.compile(r"(?<![\w./-])[\w./-]{1,80}=-?\d[\d.e+-]{0,40}(?![\w%/])")
 """A metric with its value: `failed_samples=0` does not say that the rank samples."""
 
 
