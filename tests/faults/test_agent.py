@@ -471,8 +471,13 @@ def test_if_the_agent_is_killed_the_kernel_kills_the_workers_and_the_client_repo
         pids = [here.spawn("warm", "sleep", preload=("json",)), here.spawn("cold", "sleep")]
         pids += [fork_server.pid for fork_server in fork_servers(here)]
         assert len(pids) == 4
+        os.kill(client.address.pid, signal.SIGSTOP)
+        argv = [sys.executable, "-c", ""]
+        waiting = client.submit_spawn("waiting", argv, log_path=folder / "waiting.log")
         os.kill(client.address.pid, signal.SIGKILL)
         until(lambda: not any(map(processes.is_alive, pids)), 20, "no worker outlives the agent")
+        with pytest.raises(AgentGone, match=rf"the agent \(pid {client.address.pid}\) has ended"):
+            waits.future(waiting, waits_for="agent", why="its end is noticed", timeout_s=20)
         with pytest.raises(AgentGone):
             until(lambda: client.list(), 10, "the client notices")
         assert not client.alive

@@ -282,9 +282,8 @@ class AgentClient:
         try:
             self._receive()
         finally:  # whatever ends this thread, nobody waits for it
-            self._fail(
-                AgentGone("request", "the client was closed" if self._closed else "its thread ended unexpectedly")
-            )
+            why = "the client was closed" if self._closed else "its thread ended unexpectedly"
+            self._fail(self._gone or AgentGone("request", why))
 
     def _receive(self) -> None:
         """Handles the agent's messages until the client is closed or the agent is gone."""
