@@ -12,6 +12,7 @@ from lockstep.cli.terminal import FAILED, REFUSED, ReadingProgress
 from lockstep.report.command_events import TERMINAL
 
 if TYPE_CHECKING:
+    from lockstep.doctor.bundle.case_bundle import WrittenBundle
     from lockstep.doctor.output.job_answer import JobAnswer
 
 
@@ -119,34 +120,29 @@ def command(
         TERMINAL.refuse(ValueError("--class and --culprit belong to --share-case FOLDER"))
         raise typer.Exit(REFUSED)
     answer = _answer(paths, rules or [], ranks, world_size)
-    written: list[str] = []
-    shown = _write_bundle(answer, redact, force, written) if redact is not None else answer
+    bundle = _write_bundle(answer, redact, force) if redact is not None else None
+    shown = bundle.answer if bundle is not None else answer
     if html is not None:
         _write_page(shown, html)
     if as_json:
         typer.echo(json.dumps(shown.json(), indent=2))
     else:
         _show(shown)
+    if bundle is not None:
+        _say(bundle.lines)
     if share_case is not None:
-        _share(answer, share_case, cause, culprits or [], written)
-    _say(written)
+        _share(answer, share_case, cause, culprits or [])
 
 
-def _write_bundle(answer: "JobAnswer", bundle: Path, force: bool, written: list[str]) -> "JobAnswer":
-    """Writes the bundle and returns its answer, which is all that the command shows then. Exits if it is refused.
-
-    Args:
-        written: Gets lines that say what is in the bundle.
-    """
+def _write_bundle(answer: "JobAnswer", bundle: Path, force: bool) -> "WrittenBundle":
+    """Writes the bundle, whose answer is all that the command shows then. Exits if it is refused."""
     from lockstep.doctor.bundle.case_bundle import write_bundle
 
     try:
-        found = write_bundle(answer, bundle, force=force)
+        return write_bundle(answer, bundle, force=force)
     except (ValueError, OSError) as error:
         TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
-    written += found.lines
-    return found.answer
 
 
 def _write_page(answer: "JobAnswer", file: Path) -> None:
@@ -159,18 +155,17 @@ def _write_page(answer: "JobAnswer", file: Path) -> None:
         raise typer.Exit(REFUSED) from error
 
 
-def _share(answer: "JobAnswer", corpus: Path, cause: str | None, culprits: list[str], written: list[str]) -> None:
-    """Adds the case to the corpus. Exits if it is refused, after saying what was written before."""
+def _share(answer: "JobAnswer", corpus: Path, cause: str | None, culprits: list[str]) -> None:
+    """Adds the case to the corpus, and says what is in it. Exits if it is refused."""
     from lockstep.doctor.bundle.case_bundle import share_case
 
     try:
         name, found = share_case(answer, corpus, cause=cause, culprits=culprits)
     except (ValueError, OSError) as error:
-        _say(written)
         TERMINAL.refuse(error)
         raise typer.Exit(REFUSED) from error
     unconfirmed = "" if cause else "; confirm its class: give --class, or edit truth.json"
-    written += [*found.lines, f"added as jobs/{name}{unconfirmed}"]
+    _say([*found.lines, f"added as jobs/{name}{unconfirmed}"])
 
 
 def _say(lines: list[str]) -> None:

@@ -61,8 +61,8 @@ _ACTIVITY_CLASSES = (
     (
         "slow_rank_preprocess",
         re.compile(
-            r"(?i)(?:next|get|read|load)_(?:sample|example|item|row)|__getitem__|tokeniz|tokenis|preprocess|\bmap\b|filter|download|compil|building|loading|load_|packing|cache|prepar"
-            r"|index|decompress|shuffl|warm|fetch|autotun|jit"
+            r"(?i)(?:next|get|read|load)_(?:sample|example|item|row)|__getitem__|tokeniz|tokenis|preprocess|\bmap\b|filter"
+            r"|download|compil|building|loading|load_|packing|cache|prepar|index|decompress|shuffl|warm|fetch|autotun|jit"
         ),
     ),
     ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),

@@ -13,6 +13,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from lockstep.base.json_text import MalformedJson, parse_json
+from lockstep.doctor.logs.record_fields import PARTY_NAMES
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 MAX_RECORD_BYTES = 1 << 20
@@ -27,7 +29,7 @@ _NAMES = {
     "rank": ("rank", "globalrank"),
     "pod": ("pod", "podname", "kubernetespodname"),
     "host": ("host", "hostname", "node", "nodename"),
-    "party": ("service", "svc", "component", "app", "unit"),
+    "party": PARTY_NAMES,
     "stream": ("stream", "iostream"),
     "error": ("excinfo", "exctext", "exception", "traceback", "stacktrace", "errorstacktrace", "stack", "stackinfo"),
 }
@@ -80,11 +82,11 @@ class LogRecord:
             level = ""
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parses JSON from a log; None if it is invalid, or nested too deep."""
+def json_in_log(text: str) -> Any:
+    """The value of a JSON text in a log; None if it is invalid, or nested too deep."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text, "a record")
+    except MalformedJson:
         return None
 
 
@@ -210,7 +212,7 @@ def _message_of(value: Mapping[str, Any], depth: int) -> tuple[str | None, LogRe
         each = named.get(name)
         if isinstance(each, str):
             text = each.lstrip()
-            inner = parse_json(text) if text.startswith("{") and depth < _MAX_DEPTH else None
+            inner = json_in_log(text) if text.startswith("{") and depth < _MAX_DEPTH else None
             found = record_of(inner, depth + 1) if isinstance(inner, dict) else None
             return each, found, name in _COLLECTED or isinstance(value.get("labels"), dict)
     for name in _INSIDE if depth < _MAX_DEPTH else ():

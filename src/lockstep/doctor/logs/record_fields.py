@@ -4,7 +4,9 @@ import re
 
 _RANK = re.compile(r"\"(?:global_)?rank\": ?\"?(?P<rank>\d{1,6})\b")
 _HOST = re.compile(r"\"(?:host|hostname|node)\": ?\"(?P<host>[A-Za-z][\w.-]*)\"")
-_PARTY = r"(?:service|svc|component|app|unit)"
+PARTY_NAMES = ("service", "svc", "component", "app", "unit")
+"""Names of the field that says which program wrote a record."""
+_PARTY = f"(?:{'|'.join(PARTY_NAMES)})"
 _NAME = r"(?P<party>[A-Za-z][\w.:@/-]{0,60})"
 _JSON_PARTY = re.compile(rf"\"{_PARTY}\": ?\"{_NAME}\"")
 _PAIRS_PARTY = re.compile(rf"(?:^|\s){_PARTY}=\"?{_NAME}")

@@ -11,7 +11,14 @@ import re
 from collections.abc import Iterable, Iterator
 
 from lockstep.doctor.logs.line_origin import origin_of_line
-from lockstep.doctor.logs.log_records import MAX_RECORD_BYTES, LogRecord, in_order, newest_first, parse_json, records_of
+from lockstep.doctor.logs.log_records import (
+    MAX_RECORD_BYTES,
+    LogRecord,
+    in_order,
+    json_in_log,
+    newest_first,
+    records_of,
+)
 
 _SAMPLE_BYTES, _SAMPLE_LINES, _MIN_RECORDS = 64 << 10, 200, 3
 _MAX_DOCUMENT_BYTES, _MAX_VALUES = 64 << 20, 4_000_000
@@ -65,11 +72,7 @@ def _records(line: bytes) -> list[LogRecord]:
     at = line.find(b"{", 0, _MAX_PREFIX_BYTES)
     if at < 0 or len(line) > MAX_RECORD_BYTES or not _is_prefix(line[:at]):
         return []
-    return _records_of_text(line[at:])
-
-
-def _records_of_text(text: bytes) -> list[LogRecord]:
-    value = parse_json(text.decode("utf-8", "replace"))
+    value = json_in_log(line[at:].decode("utf-8", "replace"))
     return list(records_of(value)) if isinstance(value, dict) else []
 
 
@@ -114,13 +117,11 @@ def _replaced(line: bytes, parts: dict[bytes, bytes]) -> bytes:
             return b""
         if began:
             line = b"%b F %b" % (runtime["head"], joined)
-    at = line.find(b"{", 0, _MAX_PREFIX_BYTES)
-    if at < 0:
-        return line
     found = _records(line)
     if not found:
         return line
-    return b"\n".join(line[:at] + each.encode("utf-8", "replace") for record in found for each in record.lines())
+    prefix = line[: line.index(b"{")]
+    return b"\n".join(prefix + each.encode("utf-8", "replace") for record in found for each in record.lines())
 
 
 def _of_document(head: bytes, stream: Iterator[bytes]) -> Iterator[bytes]:

@@ -351,40 +351,45 @@ def find_waits_without_blocker(context: DiagnosisContext) -> list[Hypothesis]:
     for node in np.flatnonzero(context.relevant & (graph.edge >= 0) & ~has_blocker).tolist():
         edge = context.evidence.edges[int(graph.edge[node])]
         since = float(graph.since[node])
+        if not (edge.outside or edge.rendezvous):
+            found += _starved(context, edge, node, since)
+            continue
         # A service outside the job cannot be observed; the timeout of the waiting process limits how long it may take.
         within_timeout = bool(edge.outside) and edge.kind == "http" and context.at < edge.until
         proven = proven_inactive(context, edge.process, since) and not within_timeout
-        level, answers = level_of(proven), {"past_limit": proven}
         if edge.outside:
             cause = "remote_service_timeout" if proven and edge.kind in ("http", "async function") else "unknown"
             hypothesis = Hypothesis(
-                VerdictKind.ABSENT, level, answers, "does not answer", outside=edge.outside, node=node, since=since,
-                cause=cause, alternatives=(Alternative("network_blocked", 0.2),), others=(edge.process,),
+                VerdictKind.ABSENT, level_of(proven), {"past_limit": proven}, "does not answer", outside=edge.outside,
+                node=node, since=since, cause=cause, alternatives=(Alternative("network_blocked", 0.2),),
+                others=(edge.process,),
             )  # fmt: skip
-        elif edge.rendezvous:
-            if measure_inactivity(context, edge.process).is_active(context.thresholds.notice_s):
-                continue
-            hypothesis = _unwatched_ranks(edge, since) if edge.unwatched else _complete_rendezvous(edge, since, level)
+        elif measure_inactivity(context, edge.process).is_active(context.thresholds.notice_s):
+            continue
+        elif edge.unwatched:
+            hypothesis = _unwatched_ranks(edge, since)
         else:
-            begun = _idle_since(context, edge, since)
-            if context.at - begun < context.thresholds.notice_s:
-                continue  # it has an answer, which it had not seen when it was observed
-            proven = proven_inactive(context, edge.process, begun)
-            answers = {"past_limit": proven, "by_elimination": True}
-            hypothesis = Hypothesis(
-                VerdictKind.STARVED, level_of(proven), answers, "waits for processes that are idle",
-                node=node, since=since, others=(edge.process, *edge.on),
-                details="None of these processes is handling its request.",
-                collect=("the last requests that the idle processes received",),
-            )  # fmt: skip
+            hypothesis = _complete_rendezvous(edge, since, level_of(proven))
         found.append(hypothesis)
     return found
 
 
-def _idle_since(context: DiagnosisContext, edge: WaitEdge, since: float) -> float:
-    """Since when a process has waited, at `since` the earliest, while all processes that it waits for were idle."""
+def _starved(context: DiagnosisContext, edge: WaitEdge, node: int, since: float) -> list[Hypothesis]:
+    """A hypothesis about a process that has waited since `since` for processes that are idle; none if they have not
+    been idle for `notice_s`: it has an answer, which it had not seen when it was observed."""
     idle = [float(context.idle_waits[process].since) for process in edge.on if process in context.idle_waits]
-    return max([since, *(each for each in idle if np.isfinite(each))])
+    begun = max([since, *(each for each in idle if np.isfinite(each))])
+    if context.at - begun < context.thresholds.notice_s:
+        return []
+    proven = proven_inactive(context, edge.process, begun)
+    return [
+        Hypothesis(
+            VerdictKind.STARVED, level_of(proven), {"past_limit": proven, "by_elimination": True},
+            "waits for processes that are idle", node=node, since=since, others=(edge.process, *edge.on),
+            details="None of these processes is handling its request.",
+            collect=("the last requests that the idle processes received",),
+        )
+    ]  # fmt: skip
 
 
 def _unwatched_ranks(edge: WaitEdge, since: float) -> Hypothesis:

@@ -146,12 +146,14 @@ class HostCounters:
     def file_systems_transfer(self) -> bool:
         """Whether the disks or the network file systems have transferred data in the last `TRANSFER_WINDOW_S`; also
         True until they have been observed for that long."""
-        (since, disks, network_files), (until, *last) = self._transfers[0], self._transfers[-1]
-        seconds = (until - since) / 1e9
+        nanoseconds, disks, network_files = (
+            last - first for first, last in zip(self._transfers[0], self._transfers[-1], strict=True)
+        )
+        seconds = nanoseconds / 1e9
         return (
             seconds < TRANSFER_WINDOW_S
-            or last[0] - disks > ACTIVE_BYTES * seconds
-            or last[1] - network_files > ACTIVE_SOCKET_BYTES * seconds
+            or disks > ACTIVE_BYTES * seconds
+            or network_files > ACTIVE_SOCKET_BYTES * seconds
         )
 
     def sockets(self) -> dict[int, int]:
